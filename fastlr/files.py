@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import json
 import os
 import socket
 import warnings
@@ -112,6 +113,21 @@ def save_file(path: Path, content: Any) -> None:
     replace_file(path, buffer.getbuffer())
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        InputError: The file cannot be read, or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no JSON object")
+    return content
+
+
 def read_tensors(path: Path) -> Any:
     """Read what `torch.save` or safetensors wrote, onto the CPU.
 
@@ -197,3 +213,13 @@ def lock_folder(path: Path, make: bool = False, name: str = LOCK) -> int:
     except OSError:
         pass  # the lock holds without the name; a full disk is reported at the first record
     return lock
+
+
+@contextmanager
+def locked(path: Path, make: bool = False, name: str = LOCK) -> Iterator[None]:
+    """Hold the lock of a folder within a ``with`` block; see `lock_folder`."""
+    lock = lock_folder(path, make, name)
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -1,26 +1,21 @@
 """README.md and its pages: Python runs, commands exist, links lead somewhere, table is record."""
 
-from __future__ import annotations
-
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
-import typer
+from page import fenced
 
 from bench import table
-from fastlr.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SMALLER = (("(3, 64, 64)", "(3, 32, 32)"), ("n=64", "n=8"), ("n, total = 1000", "n, total = 4"))
 
 
-def blocks(language: str, page: str = README) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == language]
+def blocks(language):
+    return [text for name, text in fenced(ROOT / "README.md") if name == language]
 
 
 def test_the_python_runs_as_printed():
@@ -29,12 +24,14 @@ def test_the_python_runs_as_printed():
     They run up to what torchrun would start.
     """
     first, plain = blocks("python")
-    names: dict = {}
+    names = {}
     for text in (first, plain):
         for large, small in SMALLER:
             text = text.replace(large, small)
         exec(compile(text, "README.md", "exec"), names)
-    assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
+    assert names["lr"].n == 8
+    assert names["lr"].value > 0
+    assert names["total"] > 0
     assert all(large in first + plain for large, _ in SMALLER), (
         "what this test makes smaller is there"
     )
@@ -67,37 +64,6 @@ def test_the_plain_loop_is_the_same_quantity():
             exec(text.replace("range(n)", f"range({i}, {i + 1})"), names)
             want += names["total"] / 3 * names["log_p"][label].exp().item()
     assert fastlr.estimate(model, images, n=3, probe="exact").value == pytest.approx(want, rel=1e-5)
-
-
-def commands() -> list[list[str]]:
-    pages = [(ROOT / "docs" / name).read_text() for name in ("commands.md", "several-gpus.md")]
-    lines = [
-        line
-        for page in pages
-        for text in blocks("", page)
-        for line in text.splitlines()
-        if re.match(r"fastlr |torchrun .*-m fastlr ", line)
-    ]
-    return [
-        shlex.split(re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1]), comments=True)
-        for line in lines
-    ]
-
-
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_the_commands_exist_with_their_options(words):
-    command, context = typer.main.get_command(app), None
-    for name in words:
-        if not hasattr(command, "commands"):
-            break
-        assert name in command.commands, f"no command {name}"
-        command, words = command.commands[name], words[1:]
-    context = command.make_context("fastlr", words)
-    assert context.params or not words
-
-
-def test_there_are_commands():
-    assert len(commands()) > 12
 
 
 def test_the_links_lead_somewhere():

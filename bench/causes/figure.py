@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
+from typing import Any
 
 import numpy as np
 
 from bench.causes.comparison import REDUNDANCY, Comparison
-from fastlr.display.figures import COLOURS, INK, MUTED, legend_below, new_figure, save_figure, style
-from fastlr.experiments.continual.course import mean_of_known
+from fastlr.display.figures import COLOURS, INK, MUTED, legend_below, new_figure, style
+from fastlr.experiments.runs.records import mean_of_known
 
 
-def scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:
-    """Draw late accuracy over late local redundancy; return False if there is nothing to draw.
+def scatter(found: Comparison) -> Any:
+    """Draw late accuracy over late local redundancy; return None if there is nothing to draw.
 
     Small markers are runs, large ones the mean of an intervention.
     """
     if REDUNDANCY not in found.logs:
-        return False
+        return None
     figure, axes = new_figure((8, 5.4), 1)
     for i, name in enumerate(found.names):
         logs, accuracy = found.measures[REDUNDANCY][i], 100 * found.accuracy[i]
@@ -33,4 +33,4 @@ def scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:
     style(axes, "late accuracy, %", title, grid="both")
     axes.tick_params(which="both", labelsize=8, colors=MUTED)
     legend_below(figure, axes)
-    return save_figure(figure, path)
+    return figure

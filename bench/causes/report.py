@@ -20,7 +20,7 @@ from fastlr.errors import InputError
 from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.figures import group_curves
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import read_runs
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -50,7 +50,7 @@ def write_report(
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
-    runs = read_runs(paths, pool=False, apart=(*INTERVENTIONS, "measures"))
+    runs = read_runs(paths, pool=False, apart=(*COMPARED, "measures"))
     if len(by_intervention(runs)) < 2:
         raise InputError("these are runs of one intervention: there is nothing to compare")
     folder = make_folder(paths, out, figures)

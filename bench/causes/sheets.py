@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from bench.causes.comparison import REDUNDANCY, Comparison
 from bench.causes.correlations import FEWEST, KINDS, Together
-from fastlr.display.sheets import DASH, Columns, Sheet
+from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.tables import pm
-from fastlr.experiments.continual.course import geometric, mean_of_known
+from fastlr.experiments.continual.course import geometric
 from fastlr.experiments.continual.tables import hundred, label
+from fastlr.experiments.runs.records import mean_of_known
 from fastlr.experiments.statistics.seeds import Mean
 
 
@@ -20,10 +21,11 @@ def correlations_sheet(found: Comparison, pairs: Sequence[Together]) -> Sheet:
     """The correlations of each measure with accuracy."""
     seeds = np.isfinite(found.accuracy).sum(1)
 
-    def name_of(pair: Together) -> str:
-        return label(pair.measure) + (", log" if pair.measure in found.logs else "")
-
-    columns: Columns[Together] = {"r x 100": name_of, **{kind: _cell_of(kind) for kind in KINDS}}
+    rows = []
+    for pair in pairs:
+        log = ", log" if pair.measure in found.logs else ""
+        cells = [_with_interval(pair.values[kind], *pair.intervals[kind]) for kind in KINDS]
+        rows.append((label(pair.measure) + log, *cells))
     note = (
         f"Means over the last fifth of {found.tasks} tasks. between: over {len(found.names)} "
         f"interventions, of means over {seeds.min()} to {seeds.max()} seeds; within: over the "
@@ -34,19 +36,14 @@ def correlations_sheet(found: Comparison, pairs: Sequence[Together]) -> Sheet:
         "without accuracy is no cause."
     )
     title = "Does it cause? Late measures against late accuracy"
-    return Sheet.of("causes", title, pairs, columns, [note])
+    return Sheet("causes", title, ("r x 100", *KINDS), rows, (note,))
 
 
-def _cell_of(kind: str) -> Callable[[Together], str]:
-    """Return what writes a correlation of this kind with its interval, times 100."""
-
-    def cell(pair: Together) -> str:
-        value, (low, high) = pair.values[kind], pair.intervals[kind]
-        if not math.isfinite(low):
-            return hundred(value, 0)
-        return f"{hundred(value, 0)} [{hundred(low, 0)}, {hundred(high, 0)}]"
-
-    return cell
+def _with_interval(value: float, low: float, high: float) -> str:
+    """Write a correlation with its interval, times 100."""
+    if not math.isfinite(low):
+        return hundred(value, 0)
+    return f"{hundred(value, 0)} [{hundred(low, 0)}, {hundred(high, 0)}]"
 
 
 def interventions_sheet(found: Comparison) -> Sheet:
@@ -70,8 +67,8 @@ def interventions_sheet(found: Comparison) -> Sheet:
     return Sheet(
         "interventions",
         "What each intervention changes",
-        tuple(columns),
-        tuple(map(tuple, rows)),
+        columns,
+        list(map(tuple, rows)),
         (note,),
     )
 

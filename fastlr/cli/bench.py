@@ -69,10 +69,14 @@ def measure(
             f"{name}: norms are off by {deviation:.2g} of float64 here; please report it"
         )
     parameters = [p for p in model.parameters() if p.requires_grad]
-    statements = {
-        "plain forward+backward": lambda: torch.autograd.grad(model(x), parameters, v),
-        "fastlr, per-sample norms": lambda: fastlr.per_sample_grad_sq_norms(model, x, v),
-    }
+
+    def plain_pass() -> object:
+        return torch.autograd.grad(model(x), parameters, v)
+
+    def own_norms() -> object:
+        return fastlr.per_sample_grad_sq_norms(model, x, v)
+
+    statements = {"plain forward+backward": plain_pass, "fastlr, per-sample norms": own_norms}
     return [
         Timer(
             "run()",
@@ -127,7 +131,9 @@ def run(
         return
     place = device_of(device)
     check_folders(json=json_file)
-    batch, size = (64, 224) if place.type == "cuda" else (8, 64 if quick else 96)
+    batch, size = (8, 64) if quick else (8, 96)
+    if place.type == "cuda":
+        batch, size = 64, 224
     measurements, rows = [], []
     for name in list(NETWORKS)[: 1 if quick else None]:
         plain, own = measure(name, place, batch, size, 0.3 if quick else 3.0)

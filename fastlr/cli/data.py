@@ -90,9 +90,6 @@ def info(
     check: Annotated[
         bool, typer.Option("--check", help="Read everything and compare the checksums.")
     ] = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="PNG with images of the first classes, a row each.")
-    ] = None,
 ) -> None:
     """Say what is in STORE."""
     from fastlr.experiments.data import ImageStore
@@ -100,9 +97,6 @@ def info(
 
     opened = ImageStore.open(store)
     _print_summary(opened)
-    if picture is not None:
-        _contact_sheet(opened, picture)
-        print(f"picture: {picture}")
     if check:
         with count_bars() as progress:
             damaged = opened.damaged(counter(progress, "checking", opened.index["shape"][0]))
@@ -172,18 +166,3 @@ def _per_class(store: ImageStore, split: str) -> str:
 def _printable(text: str) -> str:
     """Return a file's name, which need not be text, as text."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _contact_sheet(store: ImageStore, path: Path, rows: int = 16, columns: int = 8) -> None:
-    import torch
-
-    from fastlr.display.images import contact_sheet
-
-    lines = []
-    for i in range(min(rows, len(store.classes))):
-        images = store.load([i], "train")[0][:columns]
-        grey = torch.full(
-            (columns - len(images), 3, store.size, store.size), 255, dtype=torch.uint8
-        )
-        lines.append(torch.cat([images, grey]))
-    contact_sheet(torch.cat(lines), path, columns=columns)

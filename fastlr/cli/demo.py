@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,17 @@ from rich.live import Live
 from rich.table import Table
 
 from fastlr.display.record import MinuteLog, output_folder
-from fastlr.display.sheets import Columns, Sheet, shown
+from fastlr.display.sheets import DASH, Sheet
+from fastlr.display.verdict import PARTS, brief
 from fastlr.errors import FastlrError, FastlrWarning, InputError
 from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
-from fastlr.experiments.continual.findings import (
-    PARTS,
-    brief,
-    describe,
-    ends,
-    percent,
-    rank_correlation,
-)
+from fastlr.experiments.continual.findings import describe, ends, percent, rank_correlation
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
-from fastlr.experiments.runs.records import Array, finite
+from fastlr.experiments.runs.processes import Message
+from fastlr.experiments.runs.records import Array, finite, mean_of_known
 from fastlr.experiments.runs.report import Drawing, Report, write_files
 
 HELPED = {"shrink": 0.8, "perturb": 0.03}
@@ -171,17 +166,17 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     """
     minutes = MinuteLog(Console(stderr=True))
 
-    def listen(names: tuple[str, ...]) -> Any:
-        return lambda name, message: (
-            minutes.log(f"{name}: task {message['done']}") if "done" in message else None
-        )
+    def listen(name: str, message: Message) -> None:
+        if "done" in message:
+            minutes.log(f"{name}: task {message['done']}")
 
-    runs = queue.Queue(DRIVER, path, "demo", listen)
+    runs = queue.Queue(DRIVER, path, "demo")
     with Live(get_renderable=lambda: _curves(path, options), console=say, refresh_per_second=2):
         if queue.is_many(path):
-            outcome = runs.resume(options)
+            outcome = runs.resume(options, lambda names: listen)
         else:
-            outcome = runs.begin({name: {**options, **settings} for name, settings in RUNS.items()})
+            settings = {name: {**options, **change} for name, change in RUNS.items()}
+            outcome = runs.begin(settings, lambda names: listen)
     if outcome.failed:
         failed = "; ".join(
             f"{name}: {why} (log: {path / queue.LOGS / name}.txt)"
@@ -246,29 +241,18 @@ def _curve(values: Array, total: int, low: float, high: float) -> str:
 
 def _course_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     """Accuracy and measures by fifths of the runs."""
-
-    def parts() -> Iterator[tuple[ContinualRun, int, int]]:
-        for run in runs:
-            edges = [len(run) * k // PARTS for k in range(PARTS + 1)]
-            yield from ((run, start, stop) for start, stop in zip(edges, edges[1:]) if start < stop)
-
-    def median(name: str, part: tuple[ContinualRun, int, int]) -> str:
-        run, start, stop = part
-        values = finite(run.measure(name)[start:stop])
-        return shown(float(np.median(values)) if len(values) else None, "{:.3g}")
-
-    columns: Columns[tuple[ContinualRun, int, int]] = {
-        "run": lambda part: part[0].name,
-        "tasks": lambda part: f"{part[1]} to {part[2] - 1}",
-        "accuracy, %": lambda part: hundred(
-            float(finite(part[0].accuracy[part[1] : part[2]]).mean())
-        ),
-        **{label(name): partial(median, name) for name in _IN_TABLE},
-    }
-    return Sheet.of(
-        "course",
-        "By fifths of the runs",
-        parts(),
-        columns,
-        ["Accuracy: mean; the measures: medians."],
-    )
+    columns = ("run", "tasks", "accuracy, %", *map(label, _IN_TABLE))
+    rows = []
+    for run in runs:
+        edges = [len(run) * k // PARTS for k in range(PARTS + 1)]
+        for start, stop in zip(edges, edges[1:]):
+            if start == stop:
+                continue
+            accuracy = hundred(mean_of_known(run.accuracy[start:stop]))
+            medians = []
+            for name in _IN_TABLE:
+                values = finite(run.measure(name)[start:stop])
+                medians.append(f"{np.median(values):.3g}" if len(values) else DASH)
+            rows.append((run.name, f"{start} to {stop - 1}", accuracy, *medians))
+    notes = ("Accuracy: mean; the measures: medians.",)
+    return Sheet("course", "By fifths of the runs", columns, rows, notes)

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,12 @@ from fastlr.errors import first_line, install
 if TYPE_CHECKING:
     import torch
 
+# Packages: what their absence costs, and how to get them.
+WANTED = {
+    "torch": ("nothing works without it", "pip install torch"),
+    "torchvision": ("no torchvision model names", "pip install torchvision"),
+    "triton": ("no GPU kernels: plain torch is used instead", "pip install triton"),
+}
 OPTIONAL = {
     "timm": ("timm/... model names are unknown", install("models")),
     "transformers": ("no Hugging Face models", install("models")),
@@ -59,29 +66,12 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything that fastlr can use; never raises: a check that fails is a finding."""
-    checks: list[tuple[str, Callable[[], Finding]]] = [
-        ("python", _python),
-        ("torch", lambda: _package("torch", "nothing works without it", "pip install torch")),
-        (
-            "torchvision",
-            lambda: _package(
-                "torchvision", "no torchvision model names", "pip install torchvision"
-            ),
-        ),
-        (
-            "triton",
-            lambda: _package(
-                "triton", "no GPU kernels: plain torch is used instead", "pip install triton"
-            ),
-        ),
-        ("GPU", _gpu),
-        ("C++ compiler", _compiler),
-        ("nvcc", _nvcc),
-        ("fastlr._C", _extension),
-        *[(name, lambda name=name: _package(name, *OPTIONAL[name])) for name in OPTIONAL],
-    ]
+    checks: dict[str, Callable[[], Finding]] = {"python": _python}
+    checks |= {name: partial(_package, name, *told) for name, told in WANTED.items()}
+    checks |= {"GPU": _gpu, "C++ compiler": _compiler, "nvcc": _nvcc, "fastlr._C": _extension}
+    checks |= {name: partial(_package, name, *told) for name, told in OPTIONAL.items()}
     findings = []
-    for name, check in checks:
+    for name, check in checks.items():
         try:
             findings.append(check())
         except Exception as error:  # a broken installation must be reported, not raised
@@ -102,10 +92,8 @@ def as_table(findings: list[Finding]) -> RenderableType:
         mark = Text("found", style="green") if finding.found else Text("missing", style="yellow")
         table.add_row(mark, finding.name, finding.detail)
         if not finding.found:
-            notes.add_row(
-                finding.name,
-                Text(finding.cost + (f"\n-> {finding.remedy}" if finding.remedy else "")),
-            )
+            remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+            notes.add_row(finding.name, Text(finding.cost + remedy))
     title = Text(f"fastlr {_version('fastlr') or '(not installed)'}", style="bold")
     if not notes.row_count:
         return Group(title, table, Text(), Text("Nothing is missing."))
@@ -248,10 +236,7 @@ def repair_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def kernels(
-    only: Collection[str] | None = None,
-    calls: Mapping[str, Callable[[], dict[str, tuple]]] | None = None,
-) -> list[Finding]:
+def kernels(only: Collection[str] | None = None) -> list[Finding]:
     """Compare every kernel with plain torch, and return a finding for each op and dtype.
 
     On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 alone,
@@ -259,21 +244,19 @@ def kernels(
 
     Args:
         only: these ops; default: all.
-        calls: on which they are compared, see `small_calls`.
     """
     import torch
 
     from fastlr import ops
 
     gpu = torch.cuda.is_available()
-    if not ops.has_triton() or not (
-        gpu or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    ):
-        why = (
-            "no GPU: the kernels run in Triton's interpreter only"
-            if ops.has_triton()
-            else "Triton is not installed"
-        )
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    why = None
+    if not ops.has_triton():
+        why = "Triton is not installed"
+    elif not gpu and not interpreted:
+        why = "no GPU: the kernels run in Triton's interpreter only"
+    if why is not None:
         remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, some ten seconds)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
     if not gpu:
@@ -285,7 +268,7 @@ def kernels(
         for name in ops.TABLE
         if "triton" in ops.backends(name) and (only is None or name in only)
     ]
-    compared = [(name, device, dtype, "triton", calls) for name in names for dtype in dtypes]
+    compared = [(name, device, dtype) for name in names for dtype in dtypes]
     # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one
     # thread alone.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from fastlr.cli.runs import RunRequest, given_settings, print_options
-from fastlr.errors import InputError
+from fastlr.cli.progress import RunBoard, progress
+from fastlr.cli.settings import given_settings, print_capacity, print_options
+from fastlr.errors import InputError, Interrupted
+
+if TYPE_CHECKING:
+    from fastlr.experiments.runs.experiment import Driver, Progress, Report
+    from fastlr.experiments.runs.queue import Queue
+    from fastlr.experiments.runs.sweep import Grids
 
 Settings = Annotated[
     list[str] | None,
@@ -28,6 +35,22 @@ TensorBoard = Annotated[
         "--tensorboard", help="Also write the records for TensorBoard, in the run's folder."
     ),
 ]
+
+
+class ContinualCommand(TyperCommand):
+    """``fastlr continual``: at the end of its help, the interventions and what they declare."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        from fastlr.experiments.continual.interventions import INTERVENTIONS
+
+        parts = ["Interventions, each off unless --set says otherwise:"]
+        for name, intervention in INTERVENTIONS.items():
+            parts.append(f"{name} ({intervention.source})")
+            for option, _, declared in intervention.declared():
+                parts.append(f"--set {option}={declared.default}: {declared.metadata['about']}")
+        self.epilog = "\n\n".join(parts)
+        super().format_help(ctx, formatter)
 
 
 def experiment_command(
@@ -80,34 +103,36 @@ def experiment_command(
     ) -> None:
         from fastlr.distributed.process_group import joined
         from fastlr.experiments.runs.experiment import find_driver
+        from fastlr.experiments.runs.queue import Queue, is_many
 
         driver, inputs = find_driver(name), named.pop("inputs", None)
         if inputs is not None:
-            if (
-                out is not None
-                or resume
-                or seeds is not None
-                or at_once is not None
-                or tensorboard
-                or options
-            ):
+            if any((out, resume, seeds is not None, at_once is not None, tensorboard, options)):
                 raise InputError(
                     "--inputs measures a model and prints the result: it goes with --set and "
                     "--seed alone"
                 )
-            return _print_capacity(
-                preset, inputs, given_settings(driver.options, settings, seed=seed, **named)
-            )
+            given = given_settings(driver.options, settings, seed=seed, **named)
+            return print_capacity(preset, inputs, given)
         with joined() as members:  # all processes of torchrun, or this one
+            is_first = members.rank == 0
             given = given_settings(driver.options, settings, seed=seed, **named)
             if options:
-                if members.rank == 0:
+                if is_first:
                     print_options(driver, preset, given)
                 return
             if out is None:
                 raise InputError("give --out, the folder of the run")
-            request = RunRequest(driver, preset, out, given, resume, tensorboard, seeds, at_once)
-            request.carry_out(is_first_rank=members.rank == 0)
+            several = is_many(out) if resume else seeds is not None
+            if several:
+                queue = Queue(driver, out, preset, at_once, tensorboard)
+                carry_out_many(queue, given, {}, seeds, resume)
+            elif seeds is not None:
+                raise InputError(f"{out} does not hold runs of several seeds")
+            elif at_once is not None:
+                raise InputError("--at-once goes with --seeds")
+            else:
+                carry_out_one(driver, preset, out, given, resume, tensorboard, is_first)
 
     kinds = {"preset": Annotated[str | None, typer.Argument(help=presets)]}
     kinds |= {
@@ -128,8 +153,12 @@ continual = experiment_command(
     "continual",
     "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a "
     "set of options.",
-    "paper, table5, dohare32, tiny or demo; without it, paper.",
-    data=(str, "Folder of an image store, or synthetic."),
+    "paper, table5, dohare32, tiny, small or demo; without it, paper.",
+    data=(
+        str,
+        "Folder of an image store, or synthetic, random-labels, random-labels-digits or "
+        "permuted-digits.",
+    ),
     tasks=(int, "How many, in all: --set tasks=."),
 )
 transfer = experiment_command(
@@ -153,53 +182,6 @@ memorize = experiment_command(
         "model_kwargs, device, threads.",
     ),
 )
-
-
-def _print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> None:
-    """Print how many bits of random labels on synthetic inputs a parameter of a model takes up."""
-    import torch
-
-    from fastlr import memorization_capacity
-    from fastlr.cli.options import inputs_of
-    from fastlr.display.tables import pm
-    from fastlr.experiments.memorization.options import MemorizeOptions
-    from fastlr.experiments.runs.experiment import choose_device
-    from fastlr.models import load_model
-
-    fitting = (
-        "n classes size context channels epochs learning_rate model_kwargs device threads seed"
-    ).split()
-    if model is None or (unfit := sorted(given.keys() - set(fitting))):
-        raise InputError(
-            "--inputs wants a model"
-            if model is None
-            else f"--inputs does not go with {', '.join(unfit)}"
-        )
-    options = MemorizeOptions(**{"n": 1024, "size": 32, "epochs": 1000, **given})
-    source, device = (
-        inputs_of(inputs, options.size, options.context, options.channels),
-        choose_device(options),
-    )
-    torch.manual_seed(options.seed)
-    net = load_model(model, num_classes=given.get("classes"), kwargs=options.model_kwargs).to(
-        device
-    )
-    found = memorization_capacity(
-        net,
-        source,
-        options.n,
-        steps=options.epochs,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
-    about = found.details
-    share = "" if about["share"] is None else f", {100 * about['share']:.1f} % of the labels'"
-    value = pm(float(found), about["stderr"])
-    print(
-        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} "
-        "parameters"
-    )
-    print(f"{found.definition}; {options.n} {inputs}, seed {options.seed}")
 
 
 def sweep(
@@ -252,6 +234,7 @@ def sweep(
 ) -> None:
     """Run DRIVER with every combination of --grid values and seeds, a folder each, in --out."""
     from fastlr.experiments.runs.experiment import find_driver
+    from fastlr.experiments.runs.queue import Queue
     from fastlr.experiments.runs.ray import RETRIES, connect
     from fastlr.experiments.runs.sweep import parse_grids
 
@@ -273,11 +256,115 @@ def sweep(
         if value is not None and not ray:
             raise InputError(f"{option} goes with --ray")
     tries = RETRIES if retries is None else retries
-    with (
-        connect(address, at_once, cpus=cpus, gpus=gpus, retries=tries)
-        if ray
-        else nullcontext() as cluster
-    ):
-        RunRequest(
-            kind, preset, out, given, resume, tensorboard, seeds, at_once, values, cluster
-        ).carry_out_many()
+    with ExitStack() as stack:
+        cluster = None
+        if ray:
+            connected = connect(address, at_once, cpus=cpus, gpus=gpus, retries=tries)
+            cluster = stack.enter_context(connected)
+        queue = Queue(kind, out, preset, at_once, tensorboard, cluster)
+        carry_out_many(queue, given, values, seeds, resume)
+
+
+def carry_out_one(
+    driver: Driver,
+    preset: str | None,
+    out: Path,
+    given: dict[str, Any],
+    resume: bool,
+    tensorboard: bool,
+    is_first_rank: bool,
+) -> None:
+    """Carry out one run, which the first rank shows on the terminal and in TensorBoard.
+
+    Raises:
+        InputError: Something given does not fit. Interrupted: By Ctrl-C.
+    """
+    from fastlr.experiments.runs.experiment import no_report
+    from fastlr.experiments.runs.tensorboard import TENSORBOARD, mirrored
+
+    last: Progress | None = None
+    with ExitStack() as displays:
+        report: Report = no_report
+        if is_first_rank:
+            show = displays.enter_context(progress(driver))
+            report = displays.enter_context(mirrored(out, tensorboard, show))
+
+        def note(at: Progress) -> None:
+            nonlocal last
+            last = at
+            report(at)
+
+        try:
+            if resume:
+                path = driver.resume(out, given, preset, note)
+            else:
+                path = driver.begin(out, preset, given, note)
+        except KeyboardInterrupt:
+            interrupted = Interrupted(_interruption(driver, out, last))
+            interrupted.told_by = 0
+            raise interrupted from None
+    if is_first_rank:
+        print(f"run: {path}")
+        _print_log(path / TENSORBOARD, tensorboard)
+
+
+def _interruption(driver: Driver, out: Path, last: Progress | None) -> str:
+    """Say how far an interrupted run is, by its last report; without one, by its folder."""
+    from fastlr.experiments.runs.folder import CONFIG, RECORDS
+
+    if not (out / CONFIG).exists():
+        return "interrupted before the run began: begin it anew"
+    if last is not None and last.done:
+        return (
+            f"interrupted after {driver.step} {last.done} of {last.total}: --resume goes on with it"
+        )
+    if last is None and (out / RECORDS).exists():
+        return "interrupted: --resume goes on with the run"
+    return f"interrupted before the first {driver.step} was done: --resume goes on with it"
+
+
+def carry_out_many(
+    queue: Queue, given: dict[str, Any], grids: Grids, seeds: int | None, resume: bool
+) -> None:
+    """Carry out every combination of the grids' values with every seed, as a queue.
+
+    The exit code is 1 if a run fails.
+
+    Raises:
+        InputError: Something given does not fit. Interrupted: By Ctrl-C.
+    """
+    from fastlr.distributed.sharding import by_torchrun
+    from fastlr.experiments.runs.queue import is_many
+    from fastlr.experiments.runs.sweep import product
+    from fastlr.integrations.loggers import require_tensorboard
+
+    if by_torchrun():
+        raise InputError(
+            "several runs are spread over the GPUs without torchrun, which is for one run on "
+            "several GPUs: leave it out"
+        )
+    if queue.tensorboard:
+        require_tensorboard()
+    try:
+        with RunBoard(queue.driver, queue.path) as board:
+            if resume:
+                ended = queue.resume(given, board.begin, seeds, grids or None)
+            else:
+                count = 1 if seeds is None else seeds
+                runs = product(queue.driver, queue.preset, given, grids, count)
+                ended = queue.begin(runs, board.begin)
+    except KeyboardInterrupt:
+        when = " before the runs began: begin them anew"
+        if is_many(queue.path):
+            when = ": --resume goes on with the runs"
+        raise Interrupted(f"interrupted{when}") from None
+    failed = f", {len(ended.failed)} failed: --resume tries again" if ended.failed else ""
+    print(f"runs: {queue.path} ({len(ended.finished)} finished{failed})")
+    _print_log(queue.path, queue.tensorboard)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_log(folder: Path, is_there: bool) -> None:
+    if is_there:
+        print(f"log: {folder} (tensorboard --logdir FOLDER shows it)")

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from fastlr.cli.data import app as data_commands
-from fastlr.cli.experiments import continual, memorize, sweep, transfer
+from fastlr.cli.experiments import ContinualCommand, continual, memorize, sweep, transfer
 from fastlr.cli.options import (
     PROBES,
     BatchSize,
@@ -55,7 +55,7 @@ app = typer.Typer(
     ),
 )
 INTERRUPTED = 130  # typer's exit code for Ctrl-C
-_show_traceback = False
+TRACEBACK = "--traceback"  # taken by `main`, wherever it stands
 
 
 def _version_and_exit(value: bool) -> None:
@@ -77,11 +77,10 @@ def _options(
         ),
     ] = False,
     show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="On errors, print the traceback.")
+        bool, typer.Option(TRACEBACK, help="On errors, print the traceback, of any command.")
     ] = False,
 ) -> None:
-    global _show_traceback
-    _show_traceback |= show_traceback
+    """Take the options of all commands."""
 
 
 def estimate(
@@ -129,17 +128,12 @@ def estimate(
     support: Annotated[
         bool, typer.Option("--support", help="Also print how each parameter is handled.")
     ] = False,
-    show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="On errors, print the traceback.")
-    ] = False,
 ) -> None:
     """Measure the local redundancy of MODEL on synthetic inputs.
 
     Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share
     the inputs.
     """
-    global _show_traceback
-    _show_traceback |= show_traceback
     one_of("--probe", probe, PROBES)
     autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma, inputs == "series")
     kwargs = kwargs_of(model_kwargs)
@@ -252,16 +246,11 @@ def bench(
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")
     ] = None,
-    show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="On errors, print the traceback.")
-    ] = False,
 ) -> None:
     """Measure speed beside plain passes, correctness first (two minutes on a CPU).
 
     The full benchmark is make bench.
     """
-    global _show_traceback
-    _show_traceback |= show_traceback
     from fastlr.cli.bench import run
 
     run(device, quick, json_file, compare)
@@ -282,7 +271,7 @@ for command in (
     cost,
     ablate,
 ):
-    app.command()(command)
+    app.command(cls=ContinualCommand if command is continual else None)(command)
 app.add_typer(data_commands, name="data")
 
 
@@ -305,8 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; None takes ``sys.argv``.
     """
-    global _show_traceback
-    _show_traceback = False
+    given = sys.argv[1:] if arguments is None else arguments
+    shows_traceback = TRACEBACK in given
     with warnings.catch_warnings():
         warnings.showwarning = _print_warning
         ended_by, term = [signal.SIGINT], signal.getsignal(signal.SIGTERM)
@@ -325,7 +314,8 @@ def main(arguments: list[str] | None = None) -> int:
         if takes_term:
             signal.signal(signal.SIGTERM, interrupt)
         try:
-            code = app(args=arguments, prog_name="fastlr", standalone_mode=False)
+            plain = [word for word in given if word != TRACEBACK]
+            code = app(args=plain, prog_name="fastlr", standalone_mode=False)
             if code == INTERRUPTED:  # typer has caught KeyboardInterrupt and printed nothing
                 raise KeyboardInterrupt
             return code if isinstance(code, int) else 0
@@ -337,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Exception as error:
-            return _report(error)
+            return _report(error, shows_traceback)
         finally:
             if takes_term:
                 signal.signal(signal.SIGTERM, term)
@@ -348,12 +338,12 @@ def _is_printed_here(error: BaseException) -> bool:
     return getattr(error, "told_by", None) in (None, int(os.environ.get("RANK", "0")))
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, shows_traceback: bool) -> int:
     """Print one line for an error and return its exit code.
 
     It is 2 if the user can mend the error by other arguments, else 1.
     """
-    if _show_traceback:
+    if shows_traceback:
         import traceback
 
         traceback.print_exception(error)

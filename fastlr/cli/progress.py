@@ -66,9 +66,8 @@ class RunBoard:
         )
         self.minutes = MinuteLog(self.console)
         self.rows: dict[str, _Row] = {}  # of the runs under way
-        self.shares: dict[
-            str, tuple[float, float]
-        ] = {}  # of each run: share done at its first report, and now
+        # Of each run: the share done at its first report, and now.
+        self.shares: dict[str, tuple[float, float]] = {}
         self.ended = self.failed = 0
 
     def __enter__(self) -> RunBoard:
@@ -116,9 +115,9 @@ class RunBoard:
         before = sum(start for start, _ in self.shares.values())
         now = sum(share for _, share in self.shares.values())
         left = self.clock.left(now - before, runs - before)
-        text = _joined(
-            f"{self.failed} failed" if self.failed else "", _time_left(left if now < runs else None)
-        )
+        if now >= runs:
+            left = None
+        text = _joined(f"{self.failed} failed" if self.failed else "", _time_left(left))
         self.bar.update(self.whole, completed=now, at=f"{self.ended}/{runs}", text=text)
         self.minutes.log(_joined(f"{self.ended}/{runs} runs ended", f"{now / runs:.0%} done", text))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,28 +73,15 @@ def report(
 
     The runs are pooled.
     """
+    from fastlr.experiments.runs.experiment import find_driver
     from fastlr.experiments.runs.records import driver_of
 
-    driver = driver_of(runs)
-    if pool and driver != "continual":
-        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver}")
-    if driver == "transfer":
-        from fastlr.experiments.transfer.report import write_transfer_report
-
-        written = write_transfer_report(runs, out, figures=figures)
-    elif driver == "memorize":
-        from fastlr.experiments.memorization.report import write_memorization_report
-
-        written = write_memorization_report(runs, out, figures=figures)
-    elif driver == "continual":
-        from fastlr.experiments.continual.report import write_report
-
-        written = write_report(
-            runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool
-        )
-    else:
-        raise InputError(f"there is no report for runs of fastlr {driver}")
-    written.show()
+    driver = find_driver(driver_of(runs))
+    options = {"resamples": bootstrap, "seed": seed, "pool": pool}
+    if pool and "pool" not in driver.analysed:
+        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver.name}")
+    taken = {name: options[name] for name in driver.analysed}
+    driver.write_report(runs, out, figures=figures, **taken).show()
 
 
 def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
@@ -160,30 +147,13 @@ def ablate(
     measures it at each checkpoint: on shapes and on noise against real images,
     or on Gaussian series against real ones (predictive: Gaussian, --sigma).
     """
-    from fastlr.experiments.continual import agreement, read_runs
-    from fastlr.experiments.continual.tables import ablation_sheet, with_setting
+    from fastlr.experiments.continual import agreement
+    from fastlr.experiments.continual.tables import ablation_sheet
 
     if model is None:
-        for option, value in (
-            ("real", real),
-            ("json", json_file),
-            ("figure", figure),
-            ("classes", classes),
-        ):
-            if value is not None:
-                raise InputError(
-                    f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: "
-                    "leave it out for RUNS"
-                )
-        for path in sources:
-            if path.is_file():
-                raise InputError(
-                    f"{path} is no run folder; a checkpoint is measured by --model MODEL --real "
-                    "DATA"
-                )
-        runs = read_runs(sources, pool=pool)
-        agreements = agreement(runs, resamples=bootstrap, seed=seed)
-        print_sheets(with_setting([ablation_sheet(agreements)], runs), csv_file)
+        given = {"real": real, "json": json_file, "figure": figure, "classes": classes}
+        _refuse_options_of_checkpoints(given, sources)
+        _ablate_runs(sources, bootstrap, seed, pool, csv_file)
         return
     if real is None:
         raise InputError("--model wants --real DATA, the real inputs to compare with")
@@ -195,6 +165,7 @@ def ablate(
     }
     place, kwargs = device_of(device), kwargs_of(model_kwargs)
 
+    from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
     from fastlr.experiments.checkpoints.ablation import (
         REAL,
@@ -219,46 +190,68 @@ def ablate(
     kind, probe = measured[0][REAL].predictive, measured[0][REAL].probe
     notes = [
         f"Real inputs: {data.count} {data.what}. Predictive {kind}, probe {probe}, seed {seed}.",
-        data.note,
+        *data.notes,
     ]
-    paths = [str(path) for path in sources]
-    print_sheets(
-        [
-            checkpoints_sheet(paths, measured, [*filter(None, notes)]),
-            ablation_sheet(
-                agreements,
-                "real inputs",
-                "checkpoints",
-                CONSTANT,
-                [*filter(None, [few_checkpoints(len(sources))])],
-            ),
-        ],
-        csv_file,
-    )
+    paths = list(map(str, sources))
+    few = few_checkpoints(len(sources))
+    sheets = [
+        checkpoints_sheet(paths, measured, notes),
+        ablation_sheet(agreements, "real inputs", "checkpoints", CONSTANT, few),
+    ]
+    print_sheets(sheets, csv_file)
     if figure is not None:
-        ablation_curves([run], figure, "checkpoint", _names_in_folder(sources)[1])
+        save_figure(ablation_curves([run], "checkpoint", _names_in_folder(sources)[1]), figure)
         print(f"figure: {figure}")
     if json_file is not None:
+        checkpoints = []
+        for path, estimates in zip(paths, measured):
+            values = {name: estimate.to_dict() for name, estimate in estimates.items()}
+            checkpoints.append({"checkpoint": path, **values})
         record = {
             "model": model,
             "real": {
                 "source": str(real),
                 "inputs": data.what,
                 "count": data.count,
-                "note": data.note,
+                "note": " ".join(data.notes),
             },
             "machine": machine(),
-            "checkpoints": [
-                {
-                    "checkpoint": path,
-                    **{name: estimate.to_dict() for name, estimate in estimates.items()},
-                }
-                for path, estimates in zip(paths, measured)
-            ],
-            "agreement": [vars(one) for one in agreements],
+            "checkpoints": checkpoints,
+            "agreement": list(map(vars, agreements)),
         }
         write_json(json_file, record)
         print(f"json: {json_file}")
+
+
+def _refuse_options_of_checkpoints(given: Mapping[str, Any], sources: Sequence[Path]) -> None:
+    """Check that no option or file is given that only ``fastlr ablate --model`` takes.
+
+    Raises:
+        InputError: One is.
+    """
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: "
+                "leave it out for RUNS"
+            )
+    for path in sources:
+        if path.is_file():
+            raise InputError(
+                f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA"
+            )
+
+
+def _ablate_runs(
+    paths: Sequence[Path], resamples: int, seed: int, pool: bool, csv_file: Path | None
+) -> None:
+    """Compare the estimates that continual runs recorded."""
+    from fastlr.experiments.continual import agreement, read_runs
+    from fastlr.experiments.continual.tables import ablation_sheet, with_setting
+
+    runs = read_runs(paths, pool=pool)
+    agreements = agreement(runs, resamples=resamples, seed=seed)
+    print_sheets(with_setting([ablation_sheet(agreements)], runs), csv_file)
 
 
 def rank(
@@ -327,6 +320,7 @@ def rank(
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
     synthetic = inputs_of(inputs, size, length, features)
 
+    from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
     from fastlr.experiments.checkpoints.measure import existing, measure_each
     from fastlr.experiments.checkpoints.ranking import ranking
@@ -364,27 +358,22 @@ def rank(
     folder, names = _names_in_folder(paths)
     estimates = {name: by_source[""] for name, by_source in zip(names, measured)}
     ranked = ranking(estimates)
-    found = picks(
-        estimates, {name: others.measure(path) for name, path in zip(names, paths)}, strategies
-    )
-    beside = found if len(found) > 1 else {}
-    any_estimate, seconds = (
-        estimates[names[0]],
-        sum(estimate.seconds for estimate in estimates.values()),
-    )
-    precision = f", autocast {any_estimate.dtype}" if any_estimate.dtype else ""
+    by_strategy = {name: others.measure(path) for name, path in zip(names, paths)}
+    found = picks(estimates, by_strategy, strategies)
+    seconds = sum(estimate.seconds for estimate in estimates.values())
+    first = estimates[names[0]]
+    precision = f", autocast {first.dtype}" if first.dtype else ""
     note = (
-        f"{model}; {any_estimate.inputs}, {any_estimate.predictive}, probe {any_estimate.probe}, "
-        f"seed {any_estimate.seed}; {seconds:.0f} s on {any_estimate.device}{precision}. "
-        f"Checkpoints in {folder}."
+        f"{model}; {first.inputs}, {first.predictive}, probe {first.probe}, seed {first.seed}; "
+        f"{seconds:.0f} s on {first.device}{precision}. Checkpoints in {folder}."
     )
+    sheets = [ranking_sheet(ranked, [note])]
+    if len(found) > 1:
+        sheets.insert(0, strategies_sheet(found))
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
-        print_sheets(
-            [*([strategies_sheet(beside)] if beside else []), ranking_sheet(ranked, [note])],
-            csv_file,
-        )
+        print_sheets(sheets, csv_file)
         if figure is not None:
-            ranking_chart(ranked, figure)
+            save_figure(ranking_chart(ranked), figure)
             print(f"figure: {figure}")
     if json_file is not None:
         settings = {

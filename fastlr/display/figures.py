@@ -25,7 +25,7 @@ def new_figure(
 
     ``options`` are as for matplotlib's ``Figure.subplots``.
 
-    Notebooks show it, without pyplot.
+    Notebooks show it, without pyplot; its ``save(path)`` writes it, as that of a picture of Pillow.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,6 +33,7 @@ def new_figure(
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.__dict__["_repr_png_"] = partial(_png, figure)
+    figure.__dict__["save"] = partial(figure.savefig, dpi=130)
     return figure, figure.subplots(rows, columns, **options)
 
 
@@ -56,6 +57,16 @@ def style(axes: Any, ylabel: str, title: str = "", grid: str = "y") -> None:
         axes.spines[side].set_color(GRID)
 
 
+def title_of_all(figure: Any, title: str, fontsize: int = 10) -> None:
+    """Put a title above all axes of a figure, on the left."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=fontsize, color=INK)
+
+
+def dashed_line(axes: Any, height: float, text: str) -> None:
+    """Draw a level that values are set against."""
+    axes.axhline(height, color=MUTED, linewidth=1, linestyle="--", label=text)
+
+
 def count_axis(axes: Any, xlabel: str) -> None:
     """Name a horizontal axis that counts something, with ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
@@ -64,19 +75,27 @@ def count_axis(axes: Any, xlabel: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
 
 
+def labels_once(*axes: Any) -> dict[str, Any]:
+    """Return what is drawn for each label of axes; of several with one label the last."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        handles, texts = one.get_legend_handles_labels()
+        found.update(zip(texts, handles))
+    return found
+
+
+def legend(axes: Any, **place: Any) -> None:
+    """Put the labels of axes beside them, each once; ``place`` is as for matplotlib's legends."""
+    labels = labels_once(axes)
+    axes.legend(labels.values(), labels.keys(), fontsize=8, frameon=False, **place)
+
+
 def legend_below(figure: Any, *axes: Any) -> None:
     """Put the labels of axes below a figure, each once."""
-    labelled = [one.get_legend_handles_labels() for one in axes]
-    unique = {text: handle for handles, texts in labelled for handle, text in zip(handles, texts)}
-    if unique:
-        figure.legend(
-            unique.values(),
-            unique.keys(),
-            fontsize=8,
-            frameon=False,
-            ncols=4,
-            loc="outside lower center",
-        )
+    labels = labels_once(*axes)
+    if labels:
+        place = {"ncols": 4, "loc": "outside lower center"}
+        figure.legend(labels.values(), labels.keys(), fontsize=8, frameon=False, **place)
 
 
 def style_rows(axes: Any, xlabel: str, *, fontsize: int = 9) -> None:
@@ -110,14 +129,13 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> bool:
-    """Write a figure and return True.
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure, or a picture of Pillow.
 
     Raises:
         InputError: The file cannot be written.
     """
     try:
-        figure.savefig(path, dpi=130)
+        figure.save(path)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write the figure {path}: {error}") from error
-    return True

@@ -15,11 +15,10 @@ from fastlr.files import write_errors
 def contact_sheet(
     images: Tensor, path: str | Path, columns: int = 8, gap: int = 4, background: int = 255
 ) -> Path:
-    """Save images side by side as a PNG file, row by row.
+    """Save images side by side as a PNG file, row by row, as `tiled` arranges them.
 
     Args:
-        images: ``[n, C, H, W]``, C = 1 (grey) or 3 (RGB); uint8, or floating-point in [0, 1] (not
-            normalised).
+        images: as for `tiled`, like ``columns``, ``gap`` and ``background``.
         path: the file to write; missing folders are made.
         columns: images a row, at most.
         gap: pixels between images and around them.
@@ -29,8 +28,27 @@ def contact_sheet(
         The path. The same images give the same bytes (for one version of Pillow).
 
     Raises:
-        InputError: wrong shape, no images, values outside [0, 1], an argument out of range, or an
-            unwritable file.
+        InputError: as `tiled`, or an unwritable file.
+    """
+    sheet, path = tiled(images, columns, gap, background), Path(path)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(path, "PNG")
+    return path
+
+
+def tiled(images: Tensor, columns: int = 8, gap: int = 4, background: int = 255) -> Image.Image:
+    """Return a picture of images side by side, row by row.
+
+    Args:
+        images: ``[n, C, H, W]``, C = 1 (grey) or 3 (RGB); uint8, or floating-point in [0, 1] (not
+            normalised).
+        columns: images a row, at most.
+        gap: pixels between images and around them.
+        background: grey level of the gaps, 0..255.
+
+    Raises:
+        InputError: wrong shape, no images, values outside [0, 1], or an argument out of range.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
         raise InputError(
@@ -58,8 +76,4 @@ def contact_sheet(
     for i, image in enumerate(images.movedim(1, -1)):
         y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
         sheet[y : y + height, x : x + width] = image
-    path = Path(path)
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(sheet.squeeze(2).numpy()).save(path, "PNG")
-    return path
+    return Image.fromarray(sheet.squeeze(2).numpy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style
+from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style, title_of_all
 from fastlr.display.tables import group_to_fit, pm
 from fastlr.errors import InputError
 
@@ -54,12 +54,9 @@ def per_layer_figure(
         axes.set_title(f"{name}: {result}" if name else result, loc="left", fontsize=9, color=INK)
     row[0].set_yticks(range(len(names)), names, fontsize=8, color=INK)
     row[0].set_ylim(len(names) - 0.4, -0.6)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    figure.supxlabel(
-        "share of the local redundancy (mean squared per-sample gradient norm)",
-        fontsize=9,
-        color=INK,
-    )
+    title_of_all(figure, title, fontsize=11)
+    text = "share of the local redundancy (mean squared per-sample gradient norm)"
+    figure.supxlabel(text, fontsize=9, color=INK)
     return figure
 
 
@@ -80,10 +77,15 @@ def _bars(axes: Any, shares: list[float], colour: str) -> None:
 
     largest = max(shares)
     bars = axes.barh(range(len(shares)), shares, height=0.78, color=colour)
-    texts = [f"{100 * share:.1f}" if share >= 0.0005 else "" for share in shares]
+    texts = [_percent(share) for share in shares]
     axes.bar_label(bars, texts, padding=3, fontsize=7, color=MUTED)
     axes.set_xlim(0, 1.12 * largest)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if largest > 0.1 else 1))
     style(axes, "", grid="x")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+
+
+def _percent(share: float) -> str:
+    """Return a share as the text of its bar; none where it would be 0.0."""
+    return f"{100 * share:.1f}" if share >= 0.0005 else ""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from jinja2 import DictLoader, Environment
 from rich.console import Group, RenderableType
@@ -16,9 +15,6 @@ from rich.text import Text
 
 WIDTH = 80
 DASH = "–"  # a cell without a value
-Item = TypeVar("Item")
-# Name of a column to the text of an item's cell in it.
-Columns = Mapping[str, Callable[[Item], str]]
 
 HTML = Environment(autoescape=True, trim_blocks=True)  # every text is escaped
 HTML.loader = DictLoader(
@@ -58,34 +54,9 @@ class Sheet:
 
     slug: str
     title: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        slug: str,
-        title: str,
-        items: Iterable[Item],
-        columns: Columns[Item],
-        notes: Sequence[str] = (),
-    ) -> Sheet:
-        """Make a table with a row for each item.
-
-        Args:
-            slug: Name for files and links.
-            title: One line.
-            items: What the rows are of.
-            columns: Name of a column to the text of an item's cell in it.
-            notes: Sentences below; empty ones are left out.
-
-        Example:
-            >>> Sheet.of("squares", "Squares", [1, 2], {"n": str, "n^2": lambda n: f"{n * n}"}).rows
-            (('1', '1'), ('2', '4'))
-        """
-        rows = tuple(tuple(cell(item) for cell in columns.values()) for item in items)
-        return cls(slug, title, tuple(columns), rows, tuple(note for note in notes if note))
+    columns: Sequence[str] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    notes: Sequence[str] = ()
 
     def text(self) -> RenderableType:
         """The table for a terminal of 80 columns."""
@@ -108,17 +79,13 @@ class Sheet:
         lines = [f"### {self.title}", ""]
         if self.rows:
             marks = [":--"] + ["--:"] * (len(self.columns) - 1)
-            body = [self.columns, tuple(marks), *self.rows]
-            lines += [
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body
-            ] + [""]
+            for row in (self.columns, marks, *self.rows):
+                cells = " | ".join(cell.replace("|", "\\|") for cell in row)
+                lines.append(f"| {cells} |")
+            lines.append("")
         for note in self.notes:
             lines += [note, ""]
         return "\n".join(lines)
-
-    def html(self) -> str:
-        """The table in HTML."""
-        return HTML.get_template("sheet").render(sheet=self)
 
     def csv(self) -> str:
         """Title-less, note-less: a header and the rows as they are shown."""
@@ -141,3 +108,11 @@ def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow(columns)
     writer.writerows(rows)
     return out.getvalue()
+
+
+def outside_zero(names: Sequence[str], total: int) -> str:
+    """Say which of ``total`` intervals of 95 % leave out zero, and how many would by chance."""
+    return (
+        f"Intervals without zero: {', '.join(names) or 'none'}; of {total} such intervals about "
+        f"{total / 20:.1f} would leave out zero by chance"
+    )

@@ -145,7 +145,7 @@ class Chunks:
         """
         device, known = self.passes.view.device, self.passes.engine.peaks
         few = min(2, self.options.total)
-        x = self.passes.inputs(0, few)
+        x = self.passes.view.inputs(self.passes.inputs(0, few))
         size = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
         one_pass = (
             self.options.probe in ("rademacher", "sampled")

@@ -19,21 +19,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, places, relied_on
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.backward import Rerouted
+from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
-from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
-from fastlr.ghost.verification.agreement import (
-    agree,
-    low_precision,
-    model_noise,
-    output_differs,
-    rounding,
-)
+from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
@@ -110,7 +103,7 @@ class Replay:
         Returns flags on the device: [a value was not finite, outputs differ].
         """
         with self.passes.autocast():
-            differs = output_differs(*self._few())
+            differs = output_differs(self.view, *self._few())
         asked = torch.stack([self.seen_bad, differs])
         self.seen_bad.zero_()
         return asked
@@ -131,18 +124,16 @@ class Replay:
         How much that is takes a run in float64: it is measured once and holds until the next audit,
         and anew where it does not explain the difference. Its time counts as that of audits.
         """
-        module, few, captured, output, out_dim = self._few()
-        own = forward(module, few, output).detach()
-        relative = rounding(
-            own.dtype, low=low_precision(own.device, {p.dtype for p in module.parameters()})
-        )
+        few, captured = self._few()
+        own, out_dim = self.view.forward(few).detach(), self.view.out_dim
+        relative = unexplained(own, self.view.named.values())
         known = self.noise
         if known is not None and agree(
             captured, own, relative, lambda: known.of(captured, out_dim), out_dim
         ):
             return True
         with self.engine.audits.timed():
-            now = NoiseShare(model_noise(module, few, output, out_dim), captured, out_dim)
+            now = NoiseShare(model_noise(self.view, few), captured, out_dim)
             self.noise = now
         return agree(captured, own, relative, lambda: now.of(captured, out_dim), out_dim)
 
@@ -158,12 +149,11 @@ class Replay:
                 return False
         return True
 
-    def _few(self) -> tuple[nn.Module, Any, Tensor, OutputSelector, int]:
+    def _few(self) -> tuple[Any, Tensor]:
         """A few samples of the last chunk, and the captured outputs for them."""
-        samples, view = range(min(COMPARED, self.size)), self.view
-        few = view.batch(self.x, self.size).pick(samples)
-        captured = self.output.narrow(view.out_dim, 0, len(samples))
-        return view.module, few, captured, view.output, view.out_dim
+        samples = range(min(COMPARED, self.size))
+        few = self.view.batch(self.x, self.size).pick(samples)
+        return few, self.output.narrow(self.view.out_dim, 0, len(samples))
 
 
 class NoiseShare:
@@ -248,7 +238,7 @@ class Replays:
         """
         if self.recorder is None or self.paused or self.engine.audits.failed:
             return False
-        return not on_demand.active()
+        return self.engine.view.in_memory
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
@@ -40,6 +39,7 @@ from fastlr.ghost.runtime import (
     versions,
 )
 from fastlr.ghost.surroundings import refuse_surroundings
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
 
 __all__ = [
@@ -109,6 +109,7 @@ class LocalRedundancy:
             full_params(self.model) as members,
             members.guard(),
             as_it_was(self.model, self.view.device),
+            uncompiled(),
         ):
             self.passes.renew()
             if members.size > 1:
@@ -134,7 +135,7 @@ class LocalRedundancy:
             inputs_digest = self._digest(used, inputs_identity)
             notes = (
                 members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
-                + on_demand.notes()
+                + self.view.notes
             )
             told = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own

@@ -23,6 +23,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.surroundings import refuse_surroundings
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.philox import check_seed
@@ -122,7 +123,7 @@ def redundancy_loss(
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
-    with as_it_was(view.module, view.device):
+    with as_it_was(view.module, view.device), uncompiled():
         refuse_interaction(view, x)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), refusals(view, x):
             z = select_output(call_with(view.module, buffers, x), output)

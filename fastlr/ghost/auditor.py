@@ -10,37 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
-from fastlr.ghost.fallback import Forward, beside_copies
+from fastlr.ghost.batch import Batch
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
+from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.norms import forward_of, norm_tolerance
+from fastlr.ghost.planner import Chunk, batch_of, compared, interaction, prove_as_it_is
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import low_precision, norms_agree
+from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.company import in_batch_of
+from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
-
-
-def forward_of(view: ModelView, batch: adapt.Batch) -> Forward:
-    """Return the function that runs the model, as it is, on samples of a batch."""
-
-    def forward(samples: Sequence[int]) -> Tensor:
-        with Unfused():
-            return view.forward(batch.pick(samples))
-
-    return forward
-
-
-def closeness(view: ModelView, ledger: Ledger, device: torch.device) -> float:
-    """Return the relative difference of squared norms that is rounding in the model's precision."""
-    dtypes = {p.dtype for p in view.parameters.values()}
-    if dtypes == {torch.float64} and ledger.dtype is not None:
-        dtypes = {ledger.dtype}  # the model may cast to fewer digits
-    if low_precision(device, dtypes):
-        return 0.1
-    return 1e-8 if dtypes == {torch.float64} else 1e-3
 
 
 class SampleAudit:
@@ -59,20 +41,19 @@ class SampleAudit:
     """
 
     def __init__(
-        self, view: ModelView, ledger: Ledger, batch: adapt.Batch, sample: int, v: Tensor
+        self, view: ModelView, ledger: Ledger, batch: Batch, sample: int, v: Tensor
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
-        self.close = closeness(view, ledger, v.device)
-        forward = forward_of(view, batch)
-        own = beside_copies(forward, sample, [view.row(v, sample)], view.out_dim, view.parameters)
+        self.tolerance = norm_tolerance(view, ledger, v.device)
+        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
+        own = samples.run(sample, [view.row(v, sample)])
         self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
 
     def has_its_output(self, output: Tensor) -> bool:
         """Return True if the sample's row of the batch's output is the one beside its copy."""
-        row = self.view.row(output, self.sample)
-        return outputs_agree(self.view, row, self.row, noise_of(self.view, self.batch))
+        return in_batch_of(self.view, self.batch, output).holds([self.sample], self.row)
 
     def refuted(self, norms: dict[str, Tensor], run: Callable[[], Tensor]) -> list[str]:
         """Return the parameters whose squared norms for the sample are not the exact ones.
@@ -85,13 +66,8 @@ class SampleAudit:
         """
         wrong = [name for name in norms if not self._agrees(norms[name], name)]
         if wrong:
-            noise = self._noise()
-            wrong = [
-                n
-                for n in wrong
-                if n not in noise
-                or not bool(((norms[n] - self.exact[n]).abs() <= 8 * noise[n]).all())
-            ]
+            rounding = self._rounding()
+            wrong = [n for n in wrong if n not in rounding or self._beyond(norms, n, rounding[n])]
         if wrong and self.v.dtype != torch.float64:
             within = self._within(run())
             wrong = [n for n in wrong if not self._explained_within(norms[n], within[n], n)]
@@ -102,12 +78,15 @@ class SampleAudit:
         return {n: float((norms[n] - self.exact[n]).abs() / self.total) for n in names}
 
     def _agrees(self, value: Tensor, name: str) -> bool:
-        return norms_agree(value, self.exact[name], self.total, self.close)
+        return norms_agree(value, self.exact[name], self.total, self.tolerance)
+
+    def _beyond(self, norms: dict[str, Tensor], name: str, rounding: Tensor) -> bool:
+        return bool(((norms[name] - self.exact[name]).abs() > 8 * rounding).any())
 
     def _explained_within(self, value: Tensor, within: Tensor, name: str) -> bool:
         """Return True if a norm is that of the sample within its batch, which is almost exact."""
-        loose = max(0.01, 2 * self.close)
-        return norms_agree(value, within, self.total, self.close) and norms_agree(
+        loose = max(0.01, 2 * self.tolerance)
+        return norms_agree(value, within, self.total, self.tolerance) and norms_agree(
             within, self.exact[name], self.total, loose
         )
 
@@ -123,7 +102,7 @@ class SampleAudit:
         norms = exact_grads(z, self.view.parameters, cotangent)
         return dict(zip(self.view.parameters, norms, strict=True))
 
-    def _noise(self) -> dict[str, Tensor]:
+    def _rounding(self) -> dict[str, Tensor]:
         """Return how far the exact squared norms are off by rounding.
 
         It is found from float64; empty if nobody can tell.
@@ -131,27 +110,24 @@ class SampleAudit:
         view, v, j, batch = self.view, self.v, self.sample, self.batch
         if v.dtype == torch.float64:
             return {}
-        held = (*view.module.named_parameters(), *view.module.named_buffers())
-        wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
-        wide |= {n: wide[n].requires_grad_() for n in view.parameters}
-        stand_in = StandIn(view.module, batch.pick([j, j]), view.output)
+        stand_in = StandIn(view, batch.pick([j, j]))
         stand_in.take_known_clone()
-        for n, p in view.parameters.items():  # what they do to gradients is no rounding
+        own = Subject.of(view, stand_in)
+        wide = own.state_in(torch.float64)
+        in_double = own.with_tensors(wide, torch.float64)
+        for n, p in view.parameters.items():
+            wide[n].requires_grad_()
             for hook in (p._backward_hooks or {}).values():
-                wide[n].register_hook(hook)
+                wide[n].register_hook(hook)  # what they do to gradients is no rounding
 
         def forward(samples: Sequence[int]) -> Tensor:
-            given = adapt.cast(batch.pick(samples), torch.float64)
-            with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                result = stand_in.call_with(wide, given, dtype=torch.float64)
-                return adapt.select_output(result, view.output)
+            with torch.autocast(v.device.type, enabled=False), Unfused():
+                return in_double.output(batch.pick(samples))
 
-        row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
+        samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
         try:
-            beside = stand_in.trusted(
-                lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
-            )
-        except adapt.FAILURES:
+            beside = stand_in.trusted(lambda: samples.run(j, [view.row(v, j).double()], [2]))
+        except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
         exact, (truth,) = self.exact, beside.norms
@@ -169,16 +145,16 @@ def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, fresh: bool) -> SampleA
     """
     batch = batch_of(chunk)
     audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
-    if not audit.has_its_output(chunk.z.detach()):
-        if not fresh:
-            raise Disproved(
-                sample,
-                f"sample {sample} alone gives another output than within its batch of "
-                f"{chunk.count}",
-            )
-        compared(chunk)
-        blame(chunk, batch, alike=True)
-    return audit
+    if audit.has_its_output(chunk.z.detach()):
+        return audit
+    if not fresh:
+        raise Disproved(
+            sample,
+            f"sample {sample} alone gives another output than within its batch of {chunk.count}",
+        )
+    compared(chunk)
+    prove_as_it_is(chunk, batch)
+    raise interaction(chunk)
 
 
 def audited(

@@ -16,7 +16,8 @@ gradient is formed: Goodfellow 2015 (arXiv:1510.01799), Li et al. 2022 (arXiv:21
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -42,6 +43,9 @@ from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.linear import chunks
 
+_OWN = {*OURS, SCAN}
+# What a rule may raise where it does not apply, in a proof.
+_OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
 Layouts = Mapping[Place, Layout]  # fitted to the shapes at hand
 
@@ -53,6 +57,30 @@ class Rerouted(Exception):
     """
 
 
+class Routes:
+    """By which route each kind of use is measured: by its rule, or by its node's own formula.
+
+    Args:
+        given_up: by a use's key, why its rule does not do it.
+        tolerant: whether any error of a rule gives it up (in a proof), not only `Unsupported`.
+    """
+
+    def __init__(self, given_up: Mapping[tuple, str], *, tolerant: bool = False) -> None:
+        self.given_up, self.tolerant = dict(given_up), tolerant
+
+    def by_rule(self, use: Use) -> bool:
+        """Return True if the rule of its node's kind measures a use."""
+        return use.key not in self.given_up
+
+    def reason(self, use: Use) -> str:
+        """Return why the rule does not measure a use; "" where it does."""
+        return self.given_up.get(use.key, "")
+
+    def give_up(self, use: Use, reason: str) -> None:
+        """Have uses of this kind measured by their nodes' own formulas from now on."""
+        self.given_up.setdefault(use.key, reason)
+
+
 @dataclass(eq=False)
 class Group:
     """Parameters that share sources, and how the sources' gradients become theirs.
@@ -60,10 +88,10 @@ class Group:
     Attributes:
         parameters: AccumulateGrad nodes.
         sources: outputs at which the parameter side ends (see `Use.source`).
-        relation: "separate": views of disjoint elements of one parameter, whose norms add.
-            "matrix": each is the parameter or its transpose (``transposed``). "same": all show the
-            same elements at the same positions. "computed": the parameter side is differentiated
-            sample by sample.
+        relation: "disjoint views": of elements of one parameter, whose norms add. "matrix": each is
+            the parameter or its transpose (``transposed``). "equal views": all show the same
+            elements at the same positions. "computed": the parameter side is differentiated sample
+            by sample.
         transposed: those that are the transpose of a matrix.
     """
 
@@ -77,12 +105,19 @@ class Group:
 class Structure:
     """The part of a graph that does not depend on its shapes.
 
-    These are the uses by node, and the groups of parameters.
+    Attributes:
+        uses: of parameters.
+        by_node: the same by node.
+        groups: of parameters.
+        group_of: the group of each source.
+        times_used: how often a source is used.
     """
 
     uses: list[Use]
     by_node: dict[int, list[Use]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    group_of: dict[Place, Group] = field(default_factory=dict)
+    times_used: Counter[Place] = field(default_factory=Counter)
 
     @staticmethod
     def of(graph: Graph) -> Structure:
@@ -90,46 +125,81 @@ class Structure:
         structure = Structure(graph.uses())
         for use in structure.uses:
             structure.by_node.setdefault(use.node, []).append(use)
-        group_of: dict[int, Group] = {}
-        for source in dict.fromkeys(use.source for use in structure.uses):
-            below = graph.parameters_below(source[0])
-            touching = dict.fromkeys(group_of[p] for p in below if p in group_of)
-            parameters = sorted({*below, *(p for group in touching for p in group.parameters)})
-            joined = Group(parameters, [*(s for group in touching for s in group.sources), source])
-            group_of |= dict.fromkeys(parameters, joined)
-        structure.groups = [_related(graph, group) for group in dict.fromkeys(group_of.values())]
+            structure.times_used[use.source] += 1
+        structure.groups = _groups(graph, structure.times_used)
+        for group in structure.groups:
+            structure.group_of |= dict.fromkeys(group.sources, group)
         return structure
 
 
-def _related(graph: Graph, group: Group) -> Group:
+def _groups(graph: Graph, sources: Iterable[Place]) -> list[Group]:
+    """Join parameters that share sources into groups."""
+    group_of: dict[int, Group] = {}  # by parameter
+    for source in sources:
+        below = graph.parameters_below(source[0])
+        joined = Group([], [])
+        for group in dict.fromkeys(group_of[p] for p in below if p in group_of):
+            joined.parameters += group.parameters
+            joined.sources += group.sources
+        joined.parameters = sorted({*joined.parameters, *below})
+        joined.sources.append(source)
+        group_of |= dict.fromkeys(joined.parameters, joined)
+    groups = list(dict.fromkeys(group_of.values()))
+    for group in groups:
+        _relate(graph, group)
+    return groups
+
+
+def _relate(graph: Graph, group: Group) -> None:
     """Note how the sources of a group are related, where all are views of one parameter."""
+    chains = _view_chains(graph, group)
+    if chains is None:
+        return
+    if len(chains) == 1:
+        group.relation = "disjoint views"
+        return
+    turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
+    if None not in turns.values():
+        group.relation = "matrix"
+        group.transposed = frozenset(source for source, turned in turns.items() if turned)
+        return
+    nodes = [node for chain in chains.values() for node, _ in chain]
+    if OF_COMPLEX.isdisjoint(graph.names[node] for node in nodes):
+        group.relation = _relation_of_views(graph, chains)
+
+
+def _view_chains(graph: Graph, group: Group) -> dict[Place, list[Place]] | None:
+    """Return the views from each source of a group down to its parameter.
+
+    None where a source is no view, or there are several parameters.
+    """
+    if len(group.parameters) > 1:
+        return None
     chains: dict[Place, list[Place]] = {}
     for node, output in group.sources:
         chain = graph.view_chain(node)
-        if chain is None or len(group.parameters) > 1:
-            return group
-        chains[node, output] = [(chain[0][0], output), *chain[1:]] if chain else []
-    if len(chains) == 1:
-        group.relation = "separate"
-        return group
-    turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
-    if None not in turns.values():
-        group.relation, group.transposed = (
-            "matrix",
-            frozenset(s for s, turned in turns.items() if turned),
-        )
-        return group
-    if any(graph.names[node] in OF_COMPLEX for chain in chains.values() for node, _ in chain):
-        return group
-    seen, positions = zip(
-        *(position_map(graph, chain, graph.shape(*s)) for s, chain in chains.items()), strict=True
-    )
-    if float(torch.stack(seen).sum(0).max()) <= 1:
-        group.relation = "separate"
-    elif len({graph.shape(*s) for s in chains}) == 1:
-        if all(torch.equal(t, maps[0]) for maps in (seen, positions) for t in maps[1:]):
-            group.relation = "same"
-    return group
+        if chain is None:
+            return None
+        if chain:  # a use may take another output of the first view than the first
+            chain = [(node, output), *chain[1:]]
+        chains[node, output] = chain
+    return chains
+
+
+def _relation_of_views(graph: Graph, chains: dict[Place, list[Place]]) -> str:
+    """Return how several views of a parameter are related (see `Group`)."""
+    maps = [position_map(graph, chain, graph.shape(*source)) for source, chain in chains.items()]
+    times_seen = torch.stack([seen for seen, _ in maps]).sum(0)
+    if float(times_seen.max()) <= 1:
+        return "disjoint views"
+    shapes = {graph.shape(*source) for source in chains}
+    if len(shapes) == 1 and all(_equal_maps(one, maps[0]) for one in maps[1:]):
+        return "equal views"
+    return "computed"
+
+
+def _equal_maps(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
 
 def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
@@ -170,33 +240,21 @@ def backward(
         visits[i] += 1
         visit(i, tuple(gradients))
 
-    roots = [i for i in structure.by_node if graph.is_root(i)]
-    places = [(i, output) for i in roots for output in range(graph.outputs(i))]
-    ours = [
-        node
-        for node, name in zip(graph.nodes, graph.names, strict=True)
-        if name in OURS or name == SCAN
-    ]
-    handles = [
-        graph.nodes[i].register_prehook(partial(counted, i))
-        for i in structure.by_node
-        if i not in set(roots)
-    ]
-    for node in ours:
-        node.norms_only = True
+    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_root(i))
+    above = [i for i in structure.by_node if i not in lowest]
+    places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
+    edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
+    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
-        with full_precision(z.device):
-            edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
+        with _without_weight_gradients(graph), full_precision(z.device):
             captured = on_demand.gradients(z, edges, v, retain=retain)
     finally:
-        for node in ours:
-            node.norms_only = False
         for handle in handles:
             handle.remove()
     gradients = dict(zip(places, captured, strict=True))
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
-        for i in roots:
+        for i in lowest:
             counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
@@ -206,6 +264,19 @@ def backward(
         )
 
 
+@contextmanager
+def _without_weight_gradients(graph: Graph) -> Iterator[None]:
+    """Have fastlr's own nodes in a graph compute no gradients of weights in a backward pass."""
+    nodes = [node for node, name in zip(graph.nodes, graph.names, strict=True) if name in _OWN]
+    for node in nodes:
+        node.norms_only = True
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.norms_only = False
+
+
 def sq_norms(
     graph: Graph,
     structure: Structure,
@@ -213,12 +284,10 @@ def sq_norms(
     v: Tensor,  # [*output]
     layouts: Layouts,
     count: int,
-    routes: dict[tuple, str],
+    routes: Routes,
     *,
     retain: bool = False,
     skip: frozenset[str] = frozenset(),
-    reasons: dict[tuple, str] | None = None,
-    tolerant: bool = False,
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
 
@@ -231,55 +300,27 @@ def sq_norms(
         v: the cotangent.
         layouts: where the samples are in the outputs of the nodes with uses.
         count: number of samples B.
-        routes: by a use's key, "rule" or "node"; where a rule turns out not to apply it is set to
-            "node".
+        routes: of the uses; a rule that turns out not to apply is given up.
         retain: keep the graph.
         skip: names of parameters that are measured in another way.
-        reasons: by a use's key, filled with the reason why its route was changed.
-        tolerant: any error of a rule changes the route (during a proof), not only `Unsupported`.
 
     Raises:
-        Rerouted: a route was changed in a pass that does not keep the graph; run the model again.
+        Rerouted: a rule was given up in a pass that does not keep the graph; run the model again.
     """
-    group_of = {source: group for group in structure.groups for source in group.sources}
-    times_used = Counter(use.source for use in structure.uses)
-    skipped = {
-        s
-        for s, group in group_of.items()
-        if all(graph.parameters[p] in skip for p in group.parameters)
-    }
-    waiting: dict[Place, list[Factor]] = {}
+    norms = _NormsOfUses(graph, structure, skip)
     by_formula: list[tuple[Site, list[Use]]] = []
-    norms: dict[str, Tensor] = {}
-    keep = retain or any(routes.get(use.key, "rule") == "node" for use in structure.uses)
-
-    def add(name: str, value: Tensor) -> None:
-        norms[name] = norms[name] + value if name in norms else value
-
-    def deliver(factors: Mapping[int, Factor], uses: list[Use]) -> None:
-        for use in uses:
-            group, factor = group_of[use.source], factors[use.slot]
-            if group.relation == "separate" and times_used[use.source] == 1:
-                add(graph.parameters[group.parameters[0]], factor.sq_norms())
-                continue
-            if isinstance(factor, Norms):  # they cannot be added to others
-                if factor.whole is None:
-                    refuse_blocks(
-                        [weight_of(graph, use.node)], "a parameter is used more than once"
-                    )
-                factor = factor.whole()
-            waiting.setdefault(use.source, []).append(factor)
+    keep = retain or not all(map(routes.by_rule, structure.uses))
 
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
-        uses = [use for use in structure.by_node[i] if use.source not in skipped]
+        uses = norms.wanted(structure.by_node[i])
         if not uses or all(g is None for g in gradients):
             return
         by_output = {o: layouts[i, o] for o in range(len(gradients)) if (i, o) in layouts}
         shapes = {use.slot: graph.shape(*use.source) for use in uses}
         site = Site(graph.nodes[i], gradients, by_output, count, shapes)
-        factors = _by_rule(graph, site, uses, routes, reasons, tolerant)
+        factors = _by_rule(graph, site, uses, routes)
         if factors is not None:
-            deliver(factors, uses)
+            norms.add_factors(uses, factors)
         elif keep:  # within a backward pass the engine would skip the weight gradients of the node
             by_formula.append((site, uses))
         else:
@@ -288,62 +329,107 @@ def sq_norms(
     backward(graph, structure, z, v, visit, retain=keep)
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
-            deliver(by_node(site, [use.slot for use in uses]), uses)
-        for group in structure.groups:
-            factors = {s: waiting.pop(s) for s in group.sources if s in waiting}
-            if factors:
-                for name, value in _norms_of_group(graph, group, factors).items():
-                    add(name, value)
+            norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
+        norms.add_waiting()
     zero = torch.zeros(count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in structure.groups for p in group.parameters}
-    return {name: norms.get(name, zero) for name in names if name not in skip}
+    return {name: norms.by_name.get(name, zero) for name in names if name not in skip}
+
+
+class _NormsOfUses:
+    """Makes norms of parameters from the factors of their uses.
+
+    Those of a parameter that is used once are taken as its factor comes; the factors of others wait
+    until all have come, as a parameter's gradient is the sum over its uses.
+
+    Args:
+        graph: classified.
+        structure: its uses and groups of parameters.
+        skip: names of parameters that are measured in another way.
+
+    Attributes:
+        by_name: squared norms [B] of each parameter, of the factors that are taken.
+    """
+
+    def __init__(self, graph: Graph, structure: Structure, skip: frozenset[str]) -> None:
+        self.graph, self.structure = graph, structure
+        self.by_name: dict[str, Tensor] = {}
+        self._waiting: dict[Place, list[Factor]] = {}
+        self._skipped: set[Place] = set()
+        for group in structure.groups if skip else ():
+            if all(graph.parameters[p] in skip for p in group.parameters):
+                self._skipped.update(group.sources)
+
+    def wanted(self, uses: list[Use]) -> list[Use]:
+        """Return those of the uses that parameters that are not skipped have a part in."""
+        return [use for use in uses if use.source not in self._skipped]
+
+    def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
+        """Add what stands for the gradients at uses of one node, by slot."""
+        for use in uses:
+            group, factor = self.structure.group_of[use.source], factors[use.slot]
+            if group.relation == "disjoint views" and self.structure.times_used[use.source] == 1:
+                self._add(self.graph.parameters[group.parameters[0]], factor.sq_norms())
+                continue
+            if isinstance(factor, Norms):  # they cannot be added to others
+                if factor.whole is None:
+                    folded = weight_of(self.graph, use.node)
+                    refuse_blocks([folded], "a parameter is used more than once")
+                factor = factor.whole()
+            self._waiting.setdefault(use.source, []).append(factor)
+
+    def add_waiting(self) -> None:
+        """Add the norms of the groups of parameters whose factors have waited for each other."""
+        for group in self.structure.groups:
+            factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
+            if factors:
+                for name, value in _norms_of_group(self.graph, group, factors).items():
+                    self._add(name, value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        before = self.by_name.get(name)
+        self.by_name[name] = value if before is None else before + value
 
 
 def _by_rule(
-    graph: Graph,
-    site: Site,
-    uses: list[Use],
-    routes: dict[tuple, str],
-    reasons: dict[tuple, str] | None,
-    tolerant: bool,
+    graph: Graph, site: Site, uses: list[Use], routes: Routes
 ) -> Mapping[int, Factor] | None:
     """Return the factors of a node's parameter slots by its rule.
 
-    None, with the route set to "node", where no rule applies.
+    None where no rule applies, which is given up.
     """
-    if any(routes.get(use.key, "rule") != "rule" for use in uses):
+    if not all(map(routes.by_rule, uses)):
         return None
-    name = graph.names[uses[0].node]
-    errors = (
-        (Unsupported, RuntimeError, ValueError, IndexError, AttributeError)
-        if tolerant
-        else (Unsupported,)
-    )
     try:
-        if name not in RULES:
-            raise Unsupported(f"no rule for {name}")
-        complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
-        complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
-        if (complex_gradient or complex_slots) and name not in COMPLEX:
-            raise Unsupported("complex numbers")
-        factors = RULES[name](site, [use.slot for use in uses])
-        if not complex_gradient:
-            return factors
-        return {
-            slot: factor if slot in complex_slots else factor.real()
-            for slot, factor in factors.items()
-        }
-    except errors as error:
-        if isinstance(error, CheckpointError):
+        return _factors(graph, site, uses)
+    except CheckpointError:
+        raise
+    except (Unsupported, *_OF_RULES) as error:
+        if not routes.tolerant and not isinstance(error, Unsupported):
             raise
-        if name == FOLDED and not tolerant:
+        if graph.names[uses[0].node] == FOLDED and not routes.tolerant:
             # The node's own formula, sample by sample, knows no missing parameters.
             refuse_blocks([weight_of(graph, uses[0].node)], str(error))
         for use in uses:
-            routes[use.key] = "node"
-            if reasons is not None:
-                reasons[use.key] = str(error)
+            routes.give_up(use, str(error))
         return None
+
+
+def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
+    """Return the factors of a node's parameter slots; raises Unsupported where no rule applies."""
+    name = graph.names[uses[0].node]
+    if name not in RULES:
+        raise Unsupported(f"no rule for {name}")
+    complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
+    complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
+    if (complex_gradient or complex_slots) and name not in COMPLEX:
+        raise Unsupported("complex numbers")
+    factors = RULES[name](site, [use.slot for use in uses])
+    if not complex_gradient:
+        return factors
+    return {
+        slot: factor if slot in complex_slots else factor.real() for slot, factor in factors.items()
+    }
 
 
 def _norms_of_group(
@@ -351,26 +437,29 @@ def _norms_of_group(
 ) -> dict[str, Tensor]:
     """Norms of the parameters of a group from the factors of its sources."""
     name = graph.parameters[group.parameters[0]]
-    if group.relation == "separate":
-        return {
-            name: reduce(
-                torch.add, (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
-            )
-        }
-    if group.relation == "same":
-        return {
-            name: combined_sq_norms(
-                [f for fs in factors.values() for f in fs], graph.shape(*group.sources[0])
-            )
-        }
+    if group.relation == "disjoint views":
+        parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
+        return {name: reduce(torch.add, parts)}
+    if group.relation == "equal views":
+        added = [factor for fs in factors.values() for factor in fs]
+        return {name: combined_sq_norms(added, graph.shape(*group.sources[0]))}
     if group.relation == "matrix":
-        turned = [
-            f.transpose() if s in group.transposed else f for s, fs in factors.items() for f in fs
-        ]
-        upright = [f for f in turned if f is not None]
-        if len(upright) == len(turned):
+        upright = _upright(group, factors)
+        if upright is not None:
             return {name: combined_sq_norms(upright, graph.shape(group.parameters[0]))}
     return _through_parameter_side(graph, group, factors)
+
+
+def _upright(group: Group, factors: dict[Place, list[Factor]]) -> list[Factor] | None:
+    """Return factors of a matrix, where some are of its transpose; None if one cannot be turned."""
+    upright: list[Factor] = []
+    for source, of_source in factors.items():
+        for factor in of_source:
+            turned = factor.transpose() if source in group.transposed else factor
+            if turned is None:
+                return None
+            upright.append(turned)
+    return upright
 
 
 def _through_parameter_side(

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.surroundings import refuse_transformed
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -32,16 +32,25 @@ class Scaled(NamedTuple):
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
-def passes(
-    cotangent: Cotangent, output: Tensor, out_dim: int
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield (scaled cotangent, factor, whether more follow) for each backward pass.
+class Pass(NamedTuple):
+    """What one backward pass is of.
 
-    The factor [B] undoes the scaling of squared norms.
+    Attributes:
+        v: the cotangent, each sample scaled to unit size.
+        factor: [B] undoes the scaling of squared norms.
+        more: whether other passes of the batch follow.
     """
+
+    v: Tensor
+    factor: Tensor
+    more: bool
+
+
+def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]:
+    """Yield the backward passes of a batch, each made when it is asked for."""
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
     if isinstance(made, Scaled):
-        yield made.v, _squared(made.exponent), False
+        yield Pass(made.v, _squared(made.exponent), more=False)
         return
     several = iter([made] if isinstance(made, Tensor) else made)
     try:
@@ -50,7 +59,7 @@ def passes(
         raise InputError("the cotangent function gave no cotangents") from None
     while True:
         following = next(several, None)
-        yield *scaled(current, output, out_dim), following is not None
+        yield Pass(*scaled(current, output, out_dim), more=following is not None)
         if following is None:
             return
         current = following
@@ -61,7 +70,7 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
 
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
-    refuse_transformed(v, "the cotangent")
+    refuse_unreadable(v, "the cotangent")
     if v.shape != output.shape:
         raise InputError(
             f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"

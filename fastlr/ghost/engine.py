@@ -14,28 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
-from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
+from fastlr.ghost.auditor import SampleAudit, audited, begin_audit
 from fastlr.ghost.backward import Rerouted, sq_norms
-from fastlr.ghost.cotangents import Cotangent, passes
+from fastlr.ghost.batch import along, copied, times_written
+from fastlr.ghost.cotangents import Cotangent, Pass, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph import exact_grads, walk
+from fastlr.ghost.graph import Graph, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import Chunk, batch_of, input_shapes, proven, shape_plan
+from fastlr.ghost.model_io import ModelView, require_graph
+from fastlr.ghost.norms import (
+    norms_by_loop,
+    norms_by_rules,
+    norms_of_one,
+    norms_refuting_rules,
+)
+from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.state import BufferKeeper, emptied
+from fastlr.ghost.state import BufferKeeper, emptied, put_back
 from fastlr.ghost.surroundings import refuse_surroundings
-from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
-from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 
@@ -129,17 +134,16 @@ class Engine:
         return any(p._backward_hooks for p in self.parameters.values())
 
     def _flags(self) -> tuple:
+        """Return the model's flags of now (see fastlr.ghost.known)."""
         model, kind = self.model, self.view.device.type
-        return (
-            tuple([m.training for m in all_modules(model)]),
-            tuple((n, p.dtype) for n, p in self.parameters.items()),
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            program.hook_programs(model),
-        )
+        modes = tuple([m.training for m in all_modules(model)])
+        dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return modes, dtypes, autocast, program.hook_programs(model)
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
-        return emptied(caches_of(self.view, self.known, self._flags(), x))
+        return emptied(caches_of(self.view, self.known, self._flags, x))
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -155,60 +159,97 @@ class Engine:
         """
         self.view = self.view.renewed()
         refuse_surroundings(self.parameters.values())
-        device = self.view.device
         x = self.view.inputs(x)
         calls_refused = self.folding.calls_refused
         modules = all_modules(self.model)
-        kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
-        with torch.inference_mode(False), quiet_rng(device), kept:
+        training = any(m.training for m in modules)
+        with (
+            torch.inference_mode(False),
+            quiet_rng(self.view.device),
+            put_back(self._buffers.keep(modules, unseen=training)),
+            uncompiled(),  # checkpoints run compiled parts again in the backward pass
+        ):
             try:
                 with refusals(self.view, x), self.without_caches(x):
-                    return self._attempt(x, cotangent)
+                    return self._run_with_less_folded_where_it_fails(x, cotangent)
             except Exception:
                 self.folding.calls_refused = calls_refused  # it was not the folding's fault
                 raise
 
-    def _attempt(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        """Run a batch, and again where a pass has found out something that changes the next.
+    def prove(self, x: Any) -> Ledger:
+        """Plan and prove for these inputs, with a random cotangent, and return what was found."""
+        self.run(x, generic_cotangent)
+        return self.ledger
 
-        That may be a rule that does not apply, checkpoints that only the loop gets right, a proof
-        that no longer holds, or a part of the model that must not be folded. Whatever else the
-        model raises may be the folding's fault: then less is folded.
+    # -- again, where a pass has found something out
+    # ----------------------------------------------------------------------------------------------
+
+    def _run_with_less_folded_where_it_fails(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        """Run a batch; whatever the model raises may be the folding's fault.
+
+        Then only convolutions and norms are folded; where that fails, too, nothing is. Where
+        nothing is and it fails all the same, the folding was not to blame.
         """
+        try:
+            return self._run_until_it_holds(x, cotangent)
+        except (InputError, NonFiniteError, CheckpointError):
+            raise
+        except Exception as error:
+            folds = self.folding.active or self.folding.seen
+            if not folds or out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+        # Outside the handler, so that its traceback frees the memory of what failed.
+        if self.folding.replaced and not self.folding.calls_refused:
+            self.folding.give_up([], reason)
+            return self._run_with_less_folded_where_it_fails(x, cotangent)
+        with unfolded():
+            result = self._run_until_it_holds(x, cotangent)
+        self.folding.give_up([], reason)
+        return result
+
+    def _run_until_it_holds(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        """Run a batch, and again where a pass has found out something that changes the next."""
         while True:
             try:
-                return self._run(x, cotangent)
-            except Rerouted:
-                continue
-            except CheckpointError as error:
-                if all(name in self.ledger.loop for name in self.parameters):
-                    raise
-                reason = f"activation checkpointing: {first_line(error)}"
-                self.ledger.to_loop(self.parameters, reason)
-                continue
-            except Disproved as failure:
-                self._distrust(failure)
-                continue
-            except FoldRefuted as error:
-                if error.names:
-                    self.folding.give_up(error.names, error.reason)
-                else:
-                    self.folding.disable(error.reason)
-                continue
-            except (InputError, NonFiniteError):
-                raise
-            except Exception as error:
-                if not (self.folding.active or self.folding.seen) or out_of_memory(error):
-                    raise
-                reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-            if self.folding.replaced and not self.folding.calls_refused:
-                # They are an earlier call's, where calls are refused.
-                self.folding.give_up([], reason)
-                continue
-            with unfolded():  # it is the folding's fault if it does not happen without
-                result = self._run(x, cotangent)
-            self.folding.give_up([], reason)
-            return result
+                return self._run_once(x, cotangent)
+            except (Rerouted, CheckpointError, Disproved, FoldRefuted) as found:
+                self._take_up(found)
+
+    def _take_up(self, found: Exception) -> None:
+        """Have the next pass of the batch go by what the last one has found out.
+
+        Args:
+            found: that a part of the model must not be folded, that a proof no longer holds, that
+                only the loop gets checkpoints right, or that a rule does not apply, which the
+                ledger knows already.
+        """
+        if isinstance(found, FoldRefuted):
+            if found.names:
+                self.folding.give_up(found.names, found.reason)
+            else:
+                self.folding.disable(found.reason)
+        elif isinstance(found, Disproved):
+            self._distrust(found)
+        elif isinstance(found, CheckpointError):
+            if self.ledger.loop.issuperset(self.parameters):
+                raise found
+            self.ledger.to_loop(self.parameters, f"activation checkpointing: {first_line(found)}")
+
+    def _distrust(self, failure: Disproved) -> None:
+        """Prove the model anew, as a sample refutes what was proven earlier.
+
+        From now on every batch is looked at.
+        """
+        self.audits.fail(failure)
+        self._forget()
+        warnings.warn(
+            f"an audit found what was proven of the model no longer true ({failure}): something "
+            "that it depends on has changed unseen. It is proven anew for this batch; results "
+            "since the last audit that passed may be wrong",
+            FastlrWarning,
+            stacklevel=6,
+        )
 
     def distrust(self) -> None:
         """Prove the model anew, as another process has found it changed.
@@ -225,102 +266,55 @@ class Engine:
 
     def by_loop_from_now_on(self, names: Iterable[str]) -> None:
         """Measure these parameters by the loop, as another process does."""
-        for name in names:
-            proof = self.ledger.parameters.get(name)
-            if proof is None or proof.route != "loop":
-                self.ledger.parameters[name] = ParameterProof(
-                    "loop", alive=True, reason="so on another rank"
-                )
+        by_loop = self.ledger.loop
+        self.ledger.to_loop([n for n in names if n not in by_loop], "so on another rank")
 
-    def _distrust(self, failure: Disproved) -> None:
-        """Prove the model anew, as a sample refutes what was proven earlier.
-
-        From now on every batch is looked at.
-        """
-        self.audits.fail(failure)
-        self._forget()
-        warnings.warn(
-            f"an audit found what was proven of the model no longer true ({failure}): something "
-            "that it depends on has changed unseen. It is proven anew for this batch; results "
-            "since the last audit that passed may be wrong",
-            FastlrWarning,
-            stacklevel=5,
-        )
-
-    def prove(self, x: Any) -> Ledger:
-        """Plan and prove for these inputs, with a random cotangent, and return what was found."""
-        self.run(x, generic_cotangent)
-        return self.ledger
-
-    # -- one call
+    # -- one pass over a batch
     # ----------------------------------------------------------------------------------------------
 
-    def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+    def _run_once(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
-        if on_demand.active() and self.known.of_flags(self._flags()) is None:
-            # The proof, without this batch's graph beside it.
-            with on_demand.structure_only():
-                unproven = self._chunk(x)
-            proven(unproven)
-        chunk = self._chunk(x)
         self._plan = None
-        output = chunk.z.detach()
-        several = passes(cotangent, output, self.view.out_dim)
-        v, scale, more = next(several)
-        structure = proven(chunk)
-        fresh = chunk.key.plan not in structure.plans
-        look = self.audits.failed > 0
-        shapes = shape_plan(chunk, structure, look=look)
-        plan = Plan(chunk.flags, structure, shapes, chunk.key)
-        audit: SampleAudit | None = None
-        hooked = chunk.flags.hooked or self._hooked_parameters
-        if chunk.count > 1 and self.audits.due(fresh=fresh or hooked):
-            with self.audits.timed():
-                audit = begin_audit(chunk, self.audits.draw(chunk.count), v, fresh=fresh)
-        norms = self._norms(chunk, plan, v, audit, retain=more, fresh=fresh)
-        table = self._table(norms, output.device, chunk.count) * scale
-        while more:
-            v, scale, more = next(several)
-            norms = self._norms(chunk, plan, v, None, retain=more, fresh=fresh)
-            table = table + self._table(norms, output.device, chunk.count) * scale
+        self._prove_before_memory_is_held(x)
+        chunk = self._chunk_of(x)
+        several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
+        first = next(several)
+        plan = plan_of(chunk, look=self.audits.failed > 0)
+        audit = self._begin_audit(chunk, plan, first.v)
+        table = self._norms(chunk, plan, first, audit)
+        for one in several:
+            table = table + self._norms(chunk, plan, one)
+        self._refuse_gradients_not_finite(table)
         self._plan = plan
-        result = self._result(table)
         self.audits.measured(time.perf_counter() - begun)
-        return result
+        return ChunkNorms(list(self.parameters), table, self._routes())
 
-    def _chunk(self, x: Any) -> Chunk:
-        """Run the model forward and walk the graph."""
-        self._current = known = self._known_flags(x)
-        program_now = program.fingerprint(self.model, known.statistics)
-        sizes = input_shapes(x)
-        with unfolded() if known.one_sample.get(sizes) else nullcontext():
-            z = self._forward(x)
+    def _prove_before_memory_is_held(self, x: Any) -> None:
+        """Prove what is not proven before the batch's graph is made, which then holds no memory.
+
+        So where parameters are in memory only while something uses them.
+        """
+        if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
+            with self.view.structure_only():
+                chunk = self._chunk_of(x)
+            proven(chunk)
+
+    def _chunk_of(self, x: Any) -> Chunk:
+        """Run the model forward and walk the graph of its output."""
+        self._current = known = self._known_of_flags(x)
+        fingerprint = program.fingerprint(self.model, known.running_statistics)
+        z = self._output(x, known)
         count = self.view.sample_count(z)
-        if count == 1 and self.folding.active:
-            # Its norms are not compared with anything: they are the model's own.
-            known.one_sample.put(sizes, True)
-            with unfolded():
-                z = self._forward(x)
-        batched = adapt.along(x, count, self.view.in_dim)
-        seen = program_now, program.inputs_token(x, batched)
-        _finite(z)
-        adapt.require_graph(z)
+        shared_inputs = program.inputs_token(x, along(x, count, self.view.in_dim))
+        _refuse_output_not_finite(z)
+        require_graph(z)
         graph = walk(z, self.parameters)
-        if graph.others and "others" not in self._warned:
-            self._warned.add("others")
-            shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
-            warnings.warn(
-                f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, "
-                "but are not parameters of the model: they are not counted. Register them as "
-                "parameters if they should be",
-                FastlrWarning,
-                stacklevel=5,
-            )
-        key = Key.of(graph, count, seen)
+        self._warn_of_others(graph)
+        key = Key.of(graph, count, fingerprint, shared_inputs)
         return Chunk(self.view, self.folding, self.known, known, x, z, count, graph, key)
 
-    def _known_flags(self, x: Any) -> KnownFlags:
+    def _known_of_flags(self, x: Any) -> KnownFlags:
         """Return what is known of the model with its flags of now.
 
         The first time a forward pass is watched for what its graph does not show.
@@ -328,16 +322,34 @@ class Engine:
         flags = self._flags()
         known = self.known.of_flags(flags)
         if known is None:
-            given = adapt.copied(x)
-            watched = program.observed(self.model, lambda: self.view.forward(given))
-            known = self.known.enter(KnownFlags(flags, *watched))
+            given = copied(x)
+            statistics, hooks_tensors = program.observed(
+                self.model, lambda: self.view.forward(given)
+            )
+            known = self.known.enter(KnownFlags(flags, statistics, hooks_tensors))
         return known
 
+    def _output(self, x: Any, known: KnownFlags) -> Tensor:
+        """Return the output for a batch; one sample runs unfolded.
+
+        Its norms are not compared with anything: they are the model's own.
+        """
+        shapes = input_shapes(x)
+        one = known.shapes_of_one_sample.get(shapes) is not None
+        with unfolded() if one else nullcontext():
+            z = self._forward(x)
+        if self.view.sample_count(z) == 1 and self.folding.active:
+            known.shapes_of_one_sample.put(shapes, True)
+            with unfolded():
+                z = self._forward(x)
+        return z
+
     def _forward(self, x: Any) -> Tensor:
-        given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.times_written(given)
+        """Run the model folded, on copies of the inputs unless it is known to write to none."""
+        given = x if self._writes_inputs is False else copied(x)
+        before = times_written(given)
         z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
-        written = adapt.times_written(given) != before
+        written = times_written(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True
             raise InputError(
@@ -346,6 +358,97 @@ class Engine:
             )
         self._writes_inputs = written or bool(self._writes_inputs)
         return z
+
+    def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:
+        """Run a random sample of the batch beside a copy of itself, if an audit is due."""
+        hooked = chunk.flags.hooked or self._hooked_parameters
+        if chunk.count == 1 or not self.audits.due(fresh=plan.fresh or hooked):
+            return None
+        with self.audits.timed():
+            return begin_audit(chunk, self.audits.draw(chunk.count), v, fresh=plan.fresh)
+
+    def _norms(
+        self, chunk: Chunk, plan: Plan, one: Pass, audit: SampleAudit | None = None
+    ) -> Tensor:
+        """Return the squared norms [parameters, B] of a batch for one cotangent.
+
+        By rules where they hold, by the loop over samples elsewhere.
+        """
+        if chunk.count == 1:
+            return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
+        by_loop = plan.by_loop
+        norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
+        if audit is not None:
+            by_loop |= self._refuted_by(audit, chunk, plan, norms)
+        by_loop = by_loop.intersection(chunk.graph.parameters.values())
+        if by_loop:
+            self._warn_of_loop(by_loop)
+            chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
+            norms |= norms_by_loop(chunk, one.v, chosen)
+        return self._table(norms | norms_refuting_rules(chunk, one.v, norms), one)
+
+    def _refuted_by(
+        self, audit: SampleAudit, chunk: Chunk, plan: Plan, norms: dict[str, Tensor]
+    ) -> frozenset[str]:
+        """Hold the norms to the audited sample's; return the parameters that go to the loop now.
+
+        They do where the plan is new; an older one is disproved.
+        """
+        wrong = audited(audit, norms, lambda: self._forward(chunk.x), fresh=plan.fresh)
+        self.audits.passed += not wrong
+        for name, reason in wrong.items():
+            chunk.ledger.send_to_loop(name, reason)
+        return frozenset(wrong)
+
+    def _table(self, norms: dict[str, Tensor], one: Pass) -> Tensor:
+        """Return the squared norms [parameters, B] of a pass, in the order of ``parameters``.
+
+        They are zero where there are none.
+        """
+        zero = torch.zeros_like(one.factor)
+        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.factor
+
+    def _routes(self) -> dict[str, str]:
+        """Return the route of each parameter: "zero" for one that no output has used."""
+        proofs = self.ledger.parameters
+        return {name: proofs[name].route if name in proofs else "zero" for name in self.parameters}
+
+    def _refuse_gradients_not_finite(self, table: Tensor) -> None:
+        if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
+            bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"the gradient of parameter {list(self.parameters)[bad]} is not finite for sample "
+                f"{sample} of the batch"
+            )
+
+    def _warn_of_others(self, graph: Graph) -> None:
+        """Warn, once, of tensors that move the output and are not counted."""
+        if not graph.others or "others" in self._warned:
+            return
+        self._warned.add("others")
+        shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
+        warnings.warn(
+            f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, "
+            "but are not parameters of the model: they are not counted. Register them as "
+            "parameters if they should be",
+            FastlrWarning,
+            stacklevel=7,
+        )
+
+    def _warn_of_loop(self, by_loop: Iterable[str]) -> None:
+        """Warn, once of each, of parameters that are measured by the loop."""
+        names = [n for n in self.parameters if n in by_loop and n not in self._warned]
+        if names:
+            self._warned.update(names)
+            warnings.warn(
+                f"{len(names)} parameters ({few(names, 3)}) are measured by an exact loop "
+                f"over samples, which is slow: {self.ledger.parameters[names[0]].reason}",
+                FastlrWarning,
+                stacklevel=7,
+            )
+
+    # -- batches like an earlier one, in a CUDA graph
+    # ----------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
         """Return the last call's plan, for `run_planned`, or None if that is not `replayable`."""
@@ -357,12 +460,12 @@ class Engine:
 
         So they may where all goes by rules that were proven, and nothing has to be looked at.
         """
-        proofs = plan.flags.ledger.parameters.values()
-        proven = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        by_graph = bool(plan.shapes.layouts) and not plan.shapes.by_data
-        if self.audits.failed or self._hooked_parameters or plan.structure.by_loop:
+        if self.audits.failed or self._hooked_parameters or plan.structure.unproven:
             return False
-        return plan.count > 1 and proven and by_graph
+        proofs = plan.flags.ledger.parameters.values()
+        by_rules = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
+        by_graph = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
+        return plan.count > 1 and by_rules and by_graph
 
     def run_planned(
         self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
@@ -377,20 +480,19 @@ class Engine:
         Raises:
             Rerouted: the graph is not the planned one.
         """
-        count = plan.count
         with torch.inference_mode(False):
             z = self._forward(x)
-            output = _finite(z)
+            _refuse_output_not_finite(z)
             graph = walk(z, self.parameters)
             if graph.signature() != plan.key.structure:
                 raise Rerouted
             plan.structure.classify(graph)
-            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            routes = {key: proof.route for key, proof in plan.flags.ledger.uses.items()}
-            norms = sq_norms(graph, plan.structure.uses, z, v, plan.shapes.layouts, count, routes)
-            table = self._table(norms, z.device, count) * scale
+            (one,) = passes(cotangent, z.detach(), self.view.out_dim)
+            uses, routes = plan.structure.uses, plan.flags.ledger.routes()
+            norms = sq_norms(graph, uses, z, one.v, plan.shapes.layouts, plan.count, routes)
+            table = self._table(norms, one)
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
-        return table, output
+        return table, z.detach()
 
     def audit(
         self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
@@ -408,11 +510,11 @@ class Engine:
         """
         self._current = plan.flags
         with torch.inference_mode(False), self.audits.timed():
-            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            batch = self.view.batch(x, self.view.sample_count(output))
+            (one,) = passes(cotangent, output, self.view.out_dim)
+            batch = self.view.batch(x, plan.count)
             sample = self.audits.draw(batch.count)
-            audit = SampleAudit(self.view, self.ledger, batch, sample, v)
-            of_sample = table[:, sample] / scale[sample]
+            audit = SampleAudit(self.view, self.ledger, batch, sample, one.v)
+            of_sample = table[:, sample] / one.factor[sample]
             norms = dict(zip(self.parameters, of_sample, strict=True))
             right = audit.has_its_output(output) and not audit.refuted(
                 norms, lambda: self._forward(x)
@@ -420,185 +522,16 @@ class Engine:
         self.audits.passed += right
         return right
 
-    def _norms(
-        self,
-        chunk: Chunk,
-        plan: Plan,
-        v: Tensor,
-        audit: SampleAudit | None,
-        *,
-        retain: bool,
-        fresh: bool,
-    ) -> dict[str, Tensor]:
-        """Return the squared norms [B] of each parameter for one cotangent.
 
-        By rules where they hold, by the loop over samples elsewhere.
-        """
-        if chunk.count == 1:
-            return self._norms_of_one(chunk, v, retain=retain)
-        ledger = chunk.ledger
-        present = set(chunk.graph.parameters.values())
-        loop = plan.structure.by_loop | ledger.loop
-        norms = self._by_rules(chunk, plan, v, loop, retain=retain) if present - loop else {}
-        if audit is not None:
-            wrong = audited(audit, norms, lambda: self._forward(chunk.x), fresh=fresh)
-            self.audits.passed += not wrong
-            for name, reason in wrong.items():
-                ledger.parameters[name].route, ledger.parameters[name].reason = "loop", reason
-            loop = loop | frozenset(wrong)
-        slow: dict[str, Tensor] = {
-            name: p for name, p in self.parameters.items() if name in loop and name in present
-        }
-        if slow:
-            self._warn_loop(slow)
-            norms |= self._by_loop(chunk, v, slow)
-        return norms | self._of_zero_in_the_proof(chunk, v, norms)
-
-    def _norms_of_one(self, chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
-        """Return the squared norms [1] of a batch of one sample, by plain autograd."""
-        if not chunk.flags.singles.alone(self._single_key(chunk, self.parameters)):
-            return self._by_loop(chunk, v, dict(self.parameters))
-        exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
-        return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
-
-    def _by_rules(
-        self, chunk: Chunk, plan: Plan, v: Tensor, loop: frozenset[str], *, retain: bool
-    ) -> dict[str, Tensor]:
-        """Return the squared norms [B] of all parameters but those in ``loop``.
-
-        Where a rule turns out not to apply, the ledger has the node's own formula from now on.
-        """
-        uses = chunk.ledger.uses
-        before = {key: proof.route for key, proof in uses.items()}
-        routes = dict(before)
-        try:
-            return sq_norms(
-                chunk.graph,
-                plan.structure.uses,
-                chunk.z,
-                v,
-                plan.shapes.layouts,
-                chunk.count,
-                routes,
-                retain=retain,
-                skip=loop,
-            )
-        finally:
-            for key, route in routes.items():
-                if key in uses and before[key] != route:
-                    uses[key].route = route
-
-    def _of_zero_in_the_proof(
-        self, chunk: Chunk, v: Tensor, norms: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the norms by the loop of parameters that the rules now get wrong.
-
-        Of a parameter whose gradient was zero in the proof nothing was proven: where it is not zero
-        any more, the loop says whether its rule is right. Where it is, the rule's values stand, so
-        that the next call has the same bits.
-        """
-        proofs = chunk.ledger.parameters
-        unproven = [
-            n for n in norms if n in proofs and not proofs[n].alive and proofs[n].route != "loop"
-        ]
-        unsure: dict[str, Tensor] = {
-            n: self.parameters[n] for n in unproven if bool(norms[n].any())
-        }
-        if not unsure:
-            return {}
-        looped = self._by_loop(chunk, v, unsure)
-        total = torch.stack([*(norms | looped).values()]).sum(0)
-        close = closeness(self.view, chunk.ledger, v.device)
-        wrong: dict[str, Tensor] = {}
-        for name in unsure:
-            proof = proofs[name]
-            if norms_agree(norms[name], looped[name], total, close):
-                proof.alive = True
-                continue
-            proof.route, proof.reason = "loop", "zero in the proof, wrong where it is not"
-            wrong[name] = looped[name]
-        return wrong
-
-    def _by_loop(self, chunk: Chunk, v: Tensor, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the squared norms [B] of some parameters' gradients by the loop.
-
-        It makes one forward and backward pass a sample.
-        """
-        batch, out_dim = batch_of(chunk), self.view.out_dim
-        close = closeness(self.view, chunk.ledger, v.device)
-        key = self._single_key(chunk, chosen)
-        forward = forward_of(self.view, batch)
-        rows = [
-            torch.stack(
-                self._current.singles.sq_norms(
-                    forward, j, self.view.row(v, j), out_dim, chosen, key, close
-                )
-            )
-            for j in range(chunk.count)
-        ]
-        self.ledger.notes += [
-            note for note in self._current.singles.notes if note not in self.ledger.notes
-        ]
-        return dict(zip(chosen, torch.stack(rows, 1), strict=True))
-
-    def _single_key(self, chunk: Chunk, chosen: Iterable[str]) -> tuple:
-        """Return what decides if a sample alone has its gradients, or only beside a copy.
-
-        These are shapes, strides and the program.
-        """
-        leaves = adapt.tree_flatten(batch_of(chunk).pick([0]))[0]
-        strides = tuple(
-            (t.shape, t.stride())
-            for t in leaves
-            if isinstance(t, Tensor) and t.layout == torch.strided
-        )
-        return strides, chunk.key.program, tuple(chosen)
-
-    def _table(self, norms: dict[str, Tensor], device: torch.device, count: int) -> Tensor:
-        """Return the squared norms [parameters, B], in the order of ``parameters``.
-
-        They are zero where there are none.
-        """
-        zero = torch.zeros(count, dtype=torch.float64, device=device)
-        return torch.stack([norms.get(name, zero) for name in self.parameters])
-
-    def _result(self, table: Tensor) -> ChunkNorms:
-        names = list(self.parameters)
-        if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
-            bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
-            raise NonFiniteError(
-                f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the "
-                "batch"
-            )
-        proofs = self.ledger.parameters
-        return ChunkNorms(
-            names, table, {n: proofs[n].route if n in proofs else "zero" for n in names}
-        )
-
-    def _warn_loop(self, slow: dict[str, Tensor]) -> None:
-        fresh = [name for name in slow if name not in self._warned]
-        if fresh:
-            self._warned.update(fresh)
-            reason = self.ledger.parameters[fresh[0]].reason
-            warnings.warn(
-                f"{len(fresh)} parameters ({few(fresh, 3)}) are measured by an exact loop "
-                f"over samples, which is slow: {reason}",
-                FastlrWarning,
-                stacklevel=4,
-            )
-
-
-def _finite(z: Tensor) -> Tensor:
-    """Return the output without its graph, refused if it is not finite.
+def _refuse_output_not_finite(z: Tensor) -> None:
+    """Refuse an output that is not finite.
 
     Minus infinity is allowed: it is a logit that classes may have.
     """
-    output = z.detach()
-    if output.numel():
+    if z.numel():
         refuse_beyond(
-            output.amax(),
+            z.detach().amax(),
             lambda: NonFiniteError(
                 "the model's output has infinite values or values that are not a number"
             ),
         )
-    return output

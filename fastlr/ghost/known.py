@@ -21,9 +21,9 @@ from typing import NamedTuple
 from torch import nn
 
 from fastlr.ghost.backward import Structure
-from fastlr.ghost.fallback import Singles
+from fastlr.ghost.fallback import RightCopies
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.ownership import details
+from fastlr.ghost.ownership import saved_axes
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.few_samples import FewSamples
 from fastlr.ghost.verification.record import Ledger
@@ -37,32 +37,37 @@ class Key(NamedTuple):
 
     structure: tuple
     shapes: tuple
-    program: tuple
+    program: bytes
+    shared_inputs: bytes
 
     @staticmethod
-    def of(graph: Graph, count: int, program: tuple) -> Key:
-        """Return the key of a batch of ``count`` samples with this graph and program."""
+    def of(graph: Graph, count: int, program: bytes, shared_inputs: bytes) -> Key:
+        """Return the key of a batch of ``count`` samples with this graph and program.
+
+        And with the inputs that carry no samples, as far as a forward pass may branch on them.
+        """
         sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
-        return Key(graph.signature(), (count, sizes, details(graph)), program)
+        shapes = count, sizes, saved_axes(graph)
+        return Key(graph.signature(), shapes, program, shared_inputs)
 
     @property
     def plan(self) -> tuple:
         """By what the plan of a structure is found."""
-        return self.shapes, self.program
+        return self.shapes, self.program, self.shared_inputs
 
 
 @dataclass
 class ShapePlan:
-    """The sample axes in batches of one shape whose forward pass sees the same program.
+    """Where the samples are in batches of one shape whose forward pass sees the same program.
 
     Attributes:
         layouts: of the outputs of nodes with uses of parameters.
-        by_data: the kind of node below which rows may belong to other samples in every batch; "" if
-            the graph tells all.
+        reason_to_look: why rows may belong to other samples in every batch, so that they are found
+            anew in each; "" where the graph tells all.
     """
 
     layouts: dict[Place, Layout]
-    by_data: str = ""
+    reason_to_look: str = ""
 
 
 @dataclass(eq=False)
@@ -70,22 +75,22 @@ class KnownStructure:
     """What is known of a structure of the graph.
 
     Attributes:
-        side: of each node, see `Graph`.
-        keys: of each node, see `Graph`.
+        sides: parameter side, sample side or neither, of each node (see `Graph`).
+        keys: by what the proof of a use transfers, of each node (see `Graph`).
         uses: the uses of parameters, and how their gradients become those of parameters.
-        by_loop: names of the parameters of which no proof has met a use.
+        unproven: names of the parameters of which no proof has met a use; they go by the loop.
         plans: by shapes and program.
     """
 
-    side: list[int]
+    sides: list[int]
     keys: list
     uses: Structure
-    by_loop: frozenset[str]
+    unproven: frozenset[str]
     plans: Recent[tuple, ShapePlan] = field(default_factory=Recent)
 
     def classify(self, graph: Graph) -> None:
         """Give a graph of this structure the sides and keys of its nodes."""
-        graph.side, graph.keys = self.side, self.keys
+        graph.side, graph.keys = self.sides, self.keys
 
 
 @dataclass(eq=False)
@@ -94,59 +99,69 @@ class KnownFlags:
 
     Attributes:
         flags: by which this is found.
-        statistics: ids of the buffers whose values change nothing of a plan, as a forward pass uses
-            them as running statistics only.
-        hooks_gradients: True if a forward pass gives tensors hooks, which may move gradients
+        running_statistics: ids of the buffers whose values change nothing of a plan, as a forward
+            pass uses them as running statistics only.
+        forward_hooks_tensors: True if a forward pass gives tensors hooks, which may move gradients
             between samples as no graph shows.
         ledger: what was proven.
         structures: by the signature of the graph.
-        programs: those of which it was tried whether samples interact under other conditions.
-        batched: which of the inputs carry samples, by number of samples, shapes and program.
-        one_sample: shapes of inputs that are one sample.
-        singles: how a single sample is run.
+        tried_programs: those of which it was tried whether samples interact under other conditions.
+        inputs_with_samples: which of the inputs carry samples, by number of samples, shapes and
+            program.
+        shapes_of_one_sample: shapes of inputs that are one sample.
+        right_copies: how often a single sample is run at once.
     """
 
     flags: tuple
-    statistics: frozenset[int] = frozenset()
-    hooks_gradients: bool = False
+    running_statistics: frozenset[int] = frozenset()
+    forward_hooks_tensors: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     structures: Recent[tuple, KnownStructure] = field(default_factory=lambda: Recent(_FEW))
-    programs: Recent[bytes, bool] = field(default_factory=Recent)
-    batched: Recent[tuple, list[int]] = field(default_factory=Recent)
-    one_sample: Recent[tuple, bool] = field(default_factory=Recent)
-    singles: Singles = field(default_factory=Singles)
+    tried_programs: Recent[bytes, bool] = field(default_factory=Recent)
+    inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
+    shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
+    right_copies: RightCopies = field(default_factory=RightCopies)
 
     @property
     def hooked(self) -> bool:
         """True if hooks may move gradients between samples' rows, which no graph shows."""
-        return self.ledger.hooked or self.hooks_gradients
-
-    def find(self, key: Key) -> tuple[KnownStructure | None, ShapePlan | None]:
-        """Return what is known of the structure, and of these shapes and this program in it."""
-        structure = self.structures.get(key.structure)
-        return structure, None if structure is None else structure.plans.get(key.plan)
+        return self.ledger.hooked or self.forward_hooks_tensors
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is known of a batch at every level."""
+    """What is known of a batch at every level.
+
+    Attributes:
+        flags: of the model with the batch's flags.
+        structure: of the batch's graph.
+        shapes: of its shapes and program.
+        key: by what these are found.
+        fresh: True if nothing was planned for its shapes and program before.
+    """
 
     flags: KnownFlags
     structure: KnownStructure
     shapes: ShapePlan
     key: Key
+    fresh: bool
 
     @property
     def count(self) -> int:
         """Number of samples."""
         return self.key.shapes[0]
 
+    @property
+    def by_loop(self) -> frozenset[str]:
+        """Names of the parameters that go by the loop over samples."""
+        return self.structure.unproven | self.flags.ledger.loop
+
 
 class Known:
     """What is known of one model: a tree of caches, flags at its root.
 
     Attributes:
-        few: on how many samples it is proven.
+        few_samples: on how many samples it is proven.
         emptied: of the dicts of tensors in it, those that our forward passes run without.
         proofs: how many were made.
         comparisons: how many batches' outputs were compared with those of their parts.
@@ -154,7 +169,7 @@ class Known:
 
     def __init__(self) -> None:
         self._by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
-        self.few = FewSamples()
+        self.few_samples = FewSamples()
         self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
         self.proofs = self.comparisons = 0
 

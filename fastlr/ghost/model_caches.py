@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastlr.errors import HiddenParameterError
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import outputs_agree
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
+from fastlr.ghost.verification.agreement import agree, unexplained
 
 
-def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple[nn.Module, str]]:
+def caches_of(
+    view: ModelView, known: Known, flags: Callable[[], tuple], x: Any
+) -> list[tuple[nn.Module, str]]:
     """Return the dicts of tensors in the model that forward passes of ours run without.
 
     They are caches of what the model's parameters give.
@@ -34,7 +37,7 @@ def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple
         *view.parameters.values(),
         *(t for module, name in caches for t in vars(module)[name].values()),
     ]
-    key = (flags, *((id(t), version(t)) for t in held))
+    key = (flags(), *((id(t), version(t)) for t in held))
     found = known.emptied.get(key)
     if found is None:
         found = known.emptied.put(key, caches if _are_caches(view, caches, x) else [])
@@ -42,13 +45,14 @@ def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple
 
 
 def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
-    with_caches = view.forward(adapt.copied(x))
+    with_caches = view.forward(copied(x))
     try:
         with emptied(caches):
-            without = view.forward(adapt.copied(x))
+            without = view.forward(copied(x))
     except Exception:  # whatever a model raises that misses what it needs
         return False
-    same = outputs_agree(view, with_caches, without)
+    relative = unexplained(with_caches, view.parameters.values())
+    same = agree(with_caches, without, relative, None, view.out_dim)
     hidden = _used_parameters(view, without) - _used_parameters(view, with_caches)
     if not same and hidden:
         module, name = caches[0]

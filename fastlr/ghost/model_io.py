@@ -1,13 +1,9 @@
-"""Calling any model and slicing its inputs.
-
-This covers wrappers, output selection and the sample axis of inputs.
-"""
+"""Any model as it is measured: without wrappers, called with its inputs, one output picked."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
-from fastlr.ghost.surroundings import refuse_transformed
-from fastlr.ghost.tokens import version
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ops.compiled_parts import uncompiled
-from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
+from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 # What models raise for a dtype, values or a number of samples that they cannot take.
@@ -172,6 +169,35 @@ class ModelView:
         """Device of the parameters."""
         return next(iter(self.held.values())).device
 
+    @property
+    def in_memory(self) -> bool:
+        """False where parameters are in memory only while something uses them.
+
+        See `fastlr.distributed.on_demand`.
+        """
+        return not on_demand.active()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user of a result is told of where the parameters were."""
+        return on_demand.notes()
+
+    def tensors_in_memory(self) -> list[Tensor]:
+        """Return the parameters and buffers whose values are in memory."""
+        held = (*self.module.parameters(), *self.module.buffers())
+        return [t for t in held if not on_demand.is_on_demand(t)]
+
+    def saved_tensor_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Return hooks of saved tensors that keep no graph for ever, as a tensor itself would."""
+        return on_demand.hooks() or (Tensor.detach, lambda t: t)
+
+    def structure_only(self) -> AbstractContextManager[None]:
+        """Make graphs within this context that can be walked, but not run backward.
+
+        So they save nothing where parameters are not in memory.
+        """
+        return on_demand.structure_only()
+
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
 
@@ -185,7 +211,7 @@ class ModelView:
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
-            refuse_transformed(leaf, "an input tensor")
+            refuse_unreadable(leaf, "an input tensor")
             if leaf.is_nested:
                 require_pickable(leaf, "an input tensor")
             if leaf.numel() == 0:
@@ -194,13 +220,20 @@ class ModelView:
                 raise InputError(
                     f"an input is on {leaf.device}, the model on {device}; move one of them"
                 )
-            if leaf.is_floating_point() and _holds_nan(leaf):
+            if leaf.is_floating_point() and holds_nan(leaf):
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
 
     def forward(self, x: Any) -> Tensor:
-        """Return the output for inputs, with its graph (see `forward`)."""
-        return forward(self.module, x, self.output)
+        """Return the output for inputs, with its graph."""
+        with torch.enable_grad():
+            result = call(self.module, x)
+        return select_output(result, self.output)
+
+    def outputs(self, x: Any) -> Tensor:
+        """Return the output for inputs, without its graph."""
+        with self.structure_only():
+            return self.forward(x).detach()
 
     def sample_count(self, z: Tensor) -> int:
         """Return the number of samples in an output (see `sample_count`)."""
@@ -213,57 +246,6 @@ class ModelView:
     def batch(self, x: Any, count: int, batched: Sequence[int] | None = None) -> Batch:
         """Return the inputs of ``count`` samples so that samples can be picked (see `Batch`)."""
         return Batch(x, count, self.in_dim, batched)
-
-
-def _holds_nan(t: Tensor) -> bool:
-    """Return True if a tensor holds NaN, by its sum, in a quarter of the time.
-
-    The sum hides no NaN. Where infinities cancel, each value is looked at.
-    """
-    # Torch adds up no bytes.
-    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())
-
-
-def as_inputs(x: Any) -> Any:
-    """Normalise ``x`` (tensor, tuple, list or mapping), detached.
-
-    So no input takes part in the graph.
-    """
-    if isinstance(x, Mapping) and not isinstance(x, dict):
-        x = dict(x)
-    if isinstance(x, list):
-        x = tuple(x)
-    if not isinstance(x, (Tensor, tuple, dict)):
-        raise InputError(
-            f"x must be a tensor, a tuple (positional) or a dict (keywords), got {type(x).__name__}"
-        )
-
-    def clean(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return t.clone() if t.is_inference() else t.detach()
-
-    with torch.inference_mode(False):
-        return clean(x) if isinstance(x, Tensor) else tree_map(clean, x)
-
-
-def times_written(x: Any) -> list[int]:
-    """How often each tensor among the inputs has been written to."""
-    return [version(leaf) for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
-
-
-def copied(x: Any) -> Any:
-    """Return the inputs with copies of their tensors, for a model that writes to them.
-
-    Expanded tensors are not copied: torch lets no model write to them.
-    """
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not _expanded(t) else t, x)
-
-
-def _expanded(t: Tensor) -> bool:
-    return t.layout == torch.strided and any(
-        n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)
-    )
 
 
 def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
@@ -385,180 +367,3 @@ def require_graph(z: Tensor) -> None:
             "the output depends on no trainable parameter that autograd can see (no_grad, "
             "inference_mode, detach or .data?)"
         )
-
-
-def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
-    """Run the model with gradients and pick its output."""
-    with torch.enable_grad():
-        result = call(model, x)
-    return select_output(result, output)
-
-
-def along(x: Any, count: int, in_dim: int) -> list[int]:
-    """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
-    leaves = enumerate(tree_flatten(x)[0])
-    return [
-        i
-        for i, t in leaves
-        if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
-    ]
-
-
-def require_pickable(tensor: Tensor, name: str) -> None:
-    """Raise InputError for a tensor whose samples cannot be picked: a nested or a sparse one."""
-    if tensor.is_nested:
-        raise InputError(
-            f"{name} is nested: its samples cannot be picked; pad it (x.to_padded_tensor)"
-        )
-    if tensor.layout != torch.strided:
-        raise InputError(
-            f"{name} is sparse: its samples cannot be picked; make it dense (x.to_dense())"
-        )
-
-
-class Batch:
-    """The inputs of one call, from which samples can be picked.
-
-    The leaves that carry the sample axis are known.
-
-    ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the
-    others are shared.
-    """
-
-    def __init__(
-        self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None
-    ) -> None:
-        self.leaves, self.spec = tree_flatten(x)
-        self.count, self.in_dim = count, in_dim
-        self.batched = list(along(x, count, in_dim) if batched is None else batched)
-        if not self.batched:
-            shapes = [tuple(t.shape) for t in self.leaves if isinstance(t, Tensor)]
-            raise InputError(
-                f"the output has {count} samples, but no input of shapes {shapes} has that size "
-                f"along in_dim={in_dim}; pass in_dim= and out_dim="
-            )
-        for i in self.batched:
-            require_pickable(self.leaves[i], "an input with samples")
-
-    def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
-        """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""
-        batched = set(self.batched)
-        # Models may write to them.
-        leaves = [leaf if i in batched else copied(leaf) for i, leaf in enumerate(self.leaves)]
-        for i in self.batched:
-            index = _index(samples, leaves[i].device)
-            leaves[i] = _ordered_like(
-                self.leaves[i], self.leaves[i].index_select(self.in_dim, index)
-            )
-        return cast(tree_unflatten(leaves, self.spec), dtype)
-
-    def part(self, samples: Sequence[int]) -> Batch:
-        """Return the batch of these samples."""
-        return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
-
-    def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
-        """Yield the batch with other values: floats times a factor, then other integers.
-
-        Each sample's floating-point inputs have a factor; the other integers are in the last
-        sample.
-
-        Inputs that are all zero become the factors. The last row of the last sample becomes zero,
-        as padding is.
-        """
-        scaled, changed = list(self.leaves), list(self.leaves)
-        for i in self.batched:
-            leaf = self.leaves[i]
-            if leaf.is_floating_point():
-                shape = [1] * leaf.ndim
-                shape[self.in_dim] = self.count
-                factor = torch.tensor(factors, device=leaf.device).view(shape).to(leaf.dtype)
-                scaled[i] = leaf * factor if leaf.any() else torch.zeros_like(leaf) + factor
-                last = scaled[i].select(self.in_dim, -1)
-                wide = next((axis for axis, size in enumerate(last.shape) if size > 1), None)
-                if wide is not None:
-                    last.select(wide, -1).zero_()
-            elif not leaf.is_complex():
-                # Comparisons of unsigned ones are not implemented.
-                whole = leaf.to(torch.int64, copy=True)
-                _change(whole.select(self.in_dim, -1))
-                changed[i] = whole.to(leaf.dtype)
-        for leaves in (scaled, changed):
-            if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
-                yield Batch(
-                    tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched
-                )
-
-    def distinct(self, need: int, generator: torch.Generator) -> Batch:
-        """Return a batch of at least ``need`` samples that differ.
-
-        Where there are too few, jittered copies are added.
-        """
-        picked = list(range(min(self.count, need)))
-        x = self.pick(picked)
-        leaves = tree_flatten(x)[0]
-        copies = need - len(picked)
-        same = len(picked) > 1 and all(
-            torch.equal(leaves[i].select(self.in_dim, 0), leaves[i].select(self.in_dim, k))
-            for i in self.batched
-            for k in range(1, len(picked))
-        )
-        if copies <= 0 and not same:
-            return Batch(x, need, self.in_dim, self.batched)
-        start = 1 if same else len(picked)
-        for i in self.batched:
-            rows = [leaves[i].select(self.in_dim, min(k, len(picked) - 1)) for k in range(need)]
-            for k in range(start, need):
-                rows[k] = _jitter(rows[k], k, generator)
-            leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
-        return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
-
-
-def _change(sample: Tensor) -> None:
-    """Halve a sample's integers; of a mask (0 and 1) turn the last entry instead.
-
-    It is turned only if its row then has both values: no mask is left empty.
-    """
-    if bool((sample > 1).any()):
-        sample.div_(2, rounding_mode="trunc")
-    else:
-        row = torch.atleast_1d(sample)[(-1,) * (sample.ndim - 1)]
-        if sample.numel() == 1 or bool((row[:-1] == row[-1]).any()):
-            row[-1:] = row[-1:] == 0
-
-
-def _index(samples: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers of samples as a tensor on a device.
-
-    Those of a range are made on the device, as a copy from the host would wait for it.
-    """
-    if isinstance(samples, range):
-        return torch.arange(samples.start, samples.stop, samples.step, device=device)
-    return torch.as_tensor(list(samples), device=device)
-
-
-def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
-    """Give ``t`` the order of axes in memory that ``original`` has.
-
-    Some operations take another path by it.
-    """
-    strides = original.stride()
-    order = sorted(range(t.ndim), key=lambda d: -strides[d])
-    if order == list(range(t.ndim)):
-        return t
-    return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
-
-
-def _jitter(row: Tensor, shift: int, generator: torch.Generator) -> Tensor:
-    if row.is_floating_point():
-        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
-        return row + (0.25 * row.abs().mean().nan_to_num(1.0, 1.0, 1.0) + 0.1) * noise
-    return row.roll(shift, -1) if row.ndim else row
-
-
-def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of a nested structure."""
-    if dtype is None:
-        return x
-    return tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x
-    )

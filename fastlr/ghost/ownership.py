@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def axis(dim: int, ndim: int) -> int:
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(1, ndim)
 
 
-def details(graph: Graph) -> tuple:
+def saved_axes(graph: Graph) -> tuple:
     """Return the axes along which nodes of the graph work, as far as they have saved them.
 
     They are part of what a plan is kept by.
@@ -203,10 +203,10 @@ _list("Permute", _permuted, "dims")
 
 def _axes(s: Step, ndim: int, *names: str) -> list[int]:
     """The axes that a node has saved under the first of these names that it has."""
-    saved = next(
-        getattr(s.node, f"_saved_{name}") for name in names if hasattr(s.node, f"_saved_{name}")
-    )
-    return [axis(d, ndim) for d in (saved if isinstance(saved, Sequence) else [saved])]
+    attributes = [f"_saved_{name}" for name in names]
+    saved = next(getattr(s.node, name) for name in attributes if hasattr(s.node, name))
+    several = saved if isinstance(saved, Sequence) else [saved]
+    return [axis(d, ndim) for d in several]
 
 
 def _beside(s: Step) -> Regular | None:
@@ -376,7 +376,12 @@ def product_rows(first: int) -> Keeps:
 
 
 def _matrix_vector(first: int) -> Keeps:
-    return lambda s: elementwise(s) if s.slot < first else s.at(0) if s.slot == first else None
+    def follow(s: Step) -> Regular | None:
+        if s.slot < first:
+            return elementwise(s)
+        return s.at(0) if s.slot == first else None
+
+    return follow
 
 
 _list("Mv", _matrix_vector(0))
@@ -408,13 +413,20 @@ _list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 # --------------------------------------------------------------------------------------------------
 
 
-def trace(graph: Graph, z: Tensor, out_dim: int) -> tuple[dict[Place, Regular], str]:
-    """Follow the samples from the output ``z`` through a classified graph.
+class RowsOfGraph(NamedTuple):
+    """What a graph tells of whose the rows of gradients are, whatever the data.
 
-    Returns:
-        The layout of every output on the sample side whose rows are known whatever the data; and
-        the first kind of node below which they are not ("" if they are known everywhere).
+    Attributes:
+        known: the layout of every output on the sample side whose rows are known.
+        hidden_by: the first kind of node below which they are not; "" if they are known everywhere.
     """
+
+    known: dict[Place, Regular]
+    hidden_by: str = ""
+
+
+def trace(graph: Graph, z: Tensor, out_dim: int) -> RowsOfGraph:
+    """Follow the samples from the output ``z`` through a classified graph."""
     dim = out_dim % z.ndim
     known: dict[Place, Regular | None] = {(len(graph.nodes) - 1, z.output_nr): Regular(dim, 1, 1)}
     stopped = ""
@@ -433,7 +445,8 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> tuple[dict[Place, Regular], 
                 if place in known and known[place] != below:
                     stopped, below = stopped or graph.names[child], None
                 known[place] = below
-    return {place: layout for place, layout in known.items() if layout is not None}, stopped
+    told = {place: layout for place, layout in known.items() if layout is not None}
+    return RowsOfGraph(told, stopped)
 
 
 def _through(

@@ -6,36 +6,37 @@ its samples are is `known_of_the_graph`, or found. What was found is kept (fastl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrError, InputError, InteractionError, first_line
-from fastlr.ghost import model_io as adapt
-from fastlr.ghost import ownership
 from fastlr.ghost.backward import Structure
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, ShapePlan
+from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.sample_axis import Layout, Regular
-from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
+from fastlr.ghost.ownership import RowsOfGraph, trace
+from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.batch_checks import (
+    Options,
     every_layout,
     explained,
     first_explained,
     likely_layouts,
 )
+from fastlr.ghost.verification.company import copies_of_each, in_batch_of
 from fastlr.ghost.verification.forward_checks import SAMPLES
-from fastlr.ghost.verification.noise import Noise
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -60,7 +61,8 @@ class Chunk:
         count: number of samples.
         graph: below ``z``.
         key: by what it is found again.
-        compared: True once its outputs were compared with those of its parts.
+        compared: the inputs, from which samples can be picked, once the outputs were compared with
+            those of parts of the batch.
     """
 
     view: ModelView
@@ -72,7 +74,7 @@ class Chunk:
     count: int
     graph: Graph
     key: Key
-    compared: bool = False
+    compared: Batch | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -80,15 +82,39 @@ class Chunk:
         return self.flags.ledger
 
     @property
-    def batched_key(self) -> tuple:
+    def key_of_inputs(self) -> tuple:
         """By what is found which of the inputs carry samples."""
-        return self.count, input_shapes(self.x), self.key.program
+        return self.count, input_shapes(self.x), self.key.program, self.key.shared_inputs
 
 
 def input_shapes(x: Any) -> tuple:
     """Return the shapes of all tensors among the inputs."""
-    leaves = adapt.tree_flatten(x)[0]
-    return tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in leaves)
+    return tuple([getattr(leaf, "shape", None) for leaf in tree_flatten(x)[0]])
+
+
+def plan_of(chunk: Chunk, *, look: bool) -> Plan:
+    """Return what is known of a batch at every level; what is not known yet is found.
+
+    Args:
+        chunk: the batch.
+        look: whether to look for its samples whatever is known.
+    """
+    structure = proven(chunk)
+    shapes = structure.plans.get(chunk.key.plan)
+    fresh = shapes is None
+    if chunk.count == 1:
+        shapes = ShapePlan({})  # there is nothing to find, and nothing to keep
+    elif shapes is None or shapes.reason_to_look or look:
+        if chunk.compared is None:
+            compared(chunk)
+        try_program(chunk)
+        shapes = known_of_the_graph(chunk, structure, fresh=fresh)
+        structure.plans.put(chunk.key.plan, shapes)
+    return Plan(chunk.flags, structure, shapes, chunk.key, fresh)
+
+
+# -- proven
+# --------------------------------------------------------------------------------------------------
 
 
 def proven(chunk: Chunk) -> KnownStructure:
@@ -96,26 +122,45 @@ def proven(chunk: Chunk) -> KnownStructure:
 
     That is the stage "Proven" of docs/trust.md. The sides of the chunk's graph are decided then.
     """
-    graph, ledger = chunk.graph, chunk.ledger
-    known, plan = chunk.flags.find(chunk.key)
-    if known is not None:
-        one = chunk.count == 1  # needs no layouts
-        if one or plan is not None or _has_these_sides(chunk, known):
-            known.classify(graph)
-            return known
-    by_loop = _unproven(chunk)
-    rows, by_data = ownership.trace(graph, chunk.z, chunk.view.out_dim)
-    # A new structure is proven anew, but one that the data choose goes by the proofs of its uses.
-    by_its_uses = bool(by_data and ledger.parameters)
-    if not by_its_uses or by_loop or not _absence_is_proven(chunk):
-        refuse_parts_of_samples(graph, rows)  # needs no proof
-        by_loop = _prove_on_triples(chunk)
-        for name in by_loop:
-            # One sample needs no rule; its graph may look like that of no larger batch.
-            if chunk.count > 1 or name not in ledger.parameters:
-                ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
-    found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(by_loop))
+    graph = chunk.graph
+    known = chunk.flags.structures.get(chunk.key.structure)
+    if known is not None and _fits(chunk, known):
+        known.classify(graph)
+        return known
+    unproven = _prove_structure(chunk)
+    found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(unproven))
     return chunk.flags.structures.put(chunk.key.structure, found)
+
+
+def _fits(chunk: Chunk, known: KnownStructure) -> bool:
+    """Return True if nodes of a known structure fall on the known sides with the chunk's shapes."""
+    if chunk.count == 1 or chunk.key.plan in known.plans:
+        return True  # one sample needs no layouts
+    graph = chunk.graph
+    graph.classify(chunk.ledger.decide(graph))
+    return graph.side == known.sides and not graph.undecided
+
+
+def _prove_structure(chunk: Chunk) -> list[str]:
+    """Prove what is not proven of a new structure.
+
+    It is proven anew, but one that the data choose goes by the proofs of its uses.
+
+    Returns:
+        The parameters of which no proof has met some use. They go to the loop.
+    """
+    graph, ledger = chunk.graph, chunk.ledger
+    unproven = _unproven(chunk)
+    rows = trace(graph, chunk.z, chunk.view.out_dim)
+    varies_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
+    if varies_with_data and proven_before and not unproven and _absence_is_proven(chunk):
+        return []
+    refuse_parts_of_samples(graph, rows.known)  # needs no proof
+    unproven = _prove_on_triples(chunk)
+    # One sample needs no rule; its graph may look like that of no larger batch.
+    several = chunk.count > 1
+    ledger.to_loop([n for n in unproven if several or n not in ledger.parameters], UNSEEN)
+    return unproven
 
 
 def _absence_is_proven(chunk: Chunk) -> bool:
@@ -127,113 +172,60 @@ def _absence_is_proven(chunk: Chunk) -> bool:
 def _prove_on_triples(chunk: Chunk) -> list[str]:
     """Prove on three samples after the other until nothing is left to prove.
 
+    The model runs folded as it will be measured.
+
     Returns:
         The parameters of which no proof has met some use.
     """
-    batch = batch_of(chunk)
+    batch, prover = batch_of(chunk), Prover(chunk.view, chunk.ledger, chunk.folding)
     unproven: list[str] = []
     for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
         chunk.known.proofs += 1
-        _prove(chunk, batch, start)
-        chunk.flags.programs.put(chunk.key.program[0], True)
+        chunk.known.few_samples.take_step(prover, batch, partial(prover.prove, seed=start), start)
+        chunk.flags.tried_programs.put(chunk.key.program, True)
         unproven = _unproven(chunk)
         if not unproven and _absence_is_proven(chunk):
             break
     return unproven
 
 
-def _prove(chunk: Chunk, batch: adapt.Batch, start: int) -> None:
-    """Prove on a few samples of the batch, folded as they will be measured.
-
-    The first is number ``start`` of the batch.
-    """
-
-    def prove(prover: Prover, few: adapt.Batch) -> None:
-        prover.prove(few, chunk.ledger, seed=start)
-
-    chunk.known.few.take(chunk.view, batch, chunk.ledger, prove, start, chunk.folding)
-
-
-def _has_these_sides(chunk: Chunk, known: KnownStructure) -> bool:
-    """Return True if nodes of a known structure fall on the known sides with new shapes."""
-    graph = chunk.graph
-    graph.classify(chunk.ledger.decide(graph))
-    return graph.side == known.side and not graph.undecided
-
-
 def _unproven(chunk: Chunk) -> list[str]:
-    """Return the parameters of which some use, or the absence, is not in the ledger.
-
-    The graph is classified on the way.
-    """
+    """Classify the graph; return the parameters of which the ledger lacks some use, or absence."""
     graph, ledger = chunk.graph, chunk.ledger
     graph.classify(ledger.decide(graph))
-    missing: dict[str, None] = {}
-    for i in graph.undecided:
-        for child, _ in graph.children[i]:
-            if child >= 0:
-                missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(child))
-    for use in graph.uses():
-        if use.key not in ledger.uses:
-            missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(use.child))
+    missing = _with_unproven_uses(graph, ledger)
     present = set(graph.parameters.values())
     for name in chunk.view.parameters:
         proof = ledger.parameters.get(name)
         if proof is None or (name in present and proof.route == "zero"):
-            missing[name] = None
-    return [
-        name
-        for name in missing
-        if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"
-    ]
+            missing.append(name)
+    by_loop = ledger.loop
+    return [name for name in dict.fromkeys(missing) if name not in by_loop]
 
 
-def shape_plan(chunk: Chunk, known: KnownStructure, *, look: bool) -> ShapePlan:
-    """Return the plan for this batch's shapes and program, and keep it.
-
-    Where there is none yet, where the data decide whose the rows are, and where ``look`` asks for
-    it, outputs are compared, the program is tried and rows are found anew.
-    """
-    plan = known.plans.get(chunk.key.plan)
-    if chunk.count == 1:  # there is nothing to find
-        return plan or ShapePlan({})
-    if plan is None or plan.by_data or look:
-        if not chunk.compared:
-            compared(chunk)
-        try_program(chunk)
-        plan = known_of_the_graph(chunk, known, fresh=plan is None)
-    return known.plans.put(chunk.key.plan, plan)
+def _with_unproven_uses(graph: Graph, ledger: Ledger) -> list[str]:
+    """Return the parameters below nodes whose side is not proven, or below uses that are not."""
+    nodes = [child for i in graph.undecided for child, _ in graph.children[i] if child >= 0]
+    nodes += [use.child for use in graph.uses() if use.key not in ledger.uses]
+    return [name for node in nodes for name in graph.names_below(node)]
 
 
-def try_program(chunk: Chunk) -> None:
-    """Prove in float64 that samples of a program not tried yet do not interact.
-
-    They must not under other conditions either (`ForwardChecks._otherwise`). Where activations
-    saturate, the batch at hand may hide in its few digits what the next one shows.
-    """
-    tried = chunk.key.program[0]
-    if tried in chunk.flags.programs:
-        return
-
-    def compare(prover: Prover, few: adapt.Batch) -> None:
-        prover.compare_outputs(few, chunk.ledger)
-
-    chunk.known.few.take(chunk.view, batch_of(chunk), chunk.ledger, compare)
-    chunk.flags.programs.put(tried, True)
+# -- compared
+# --------------------------------------------------------------------------------------------------
 
 
-def batch_of(chunk: Chunk) -> adapt.Batch:
+def batch_of(chunk: Chunk) -> Batch:
     """Return the inputs, from which samples can be picked.
 
     Where it is not known which of them carry samples, the outputs are compared.
     """
-    known = chunk.flags.batched.get(chunk.batched_key)
+    known = chunk.flags.inputs_with_samples.get(chunk.key_of_inputs)
     if known is None and chunk.count > 1:
         return compared(chunk)
     return chunk.view.batch(chunk.x, chunk.count, known)
 
 
-def compared(chunk: Chunk) -> adapt.Batch:
+def compared(chunk: Chunk) -> Batch:
     """Require that samples do not depend on their company, and find which inputs carry them.
 
     With the batch's samples in other company all outputs must be what they are in the batch: the
@@ -243,37 +235,42 @@ def compared(chunk: Chunk) -> adapt.Batch:
         InteractionError: the outputs depend on the company.
         InputError: the model fails on parts of the batch.
     """
-    count = chunk.count
-    known = chunk.flags.batched.get(chunk.batched_key)
-    batch = chunk.view.batch(chunk.x, count, known)
     chunk.known.comparisons += 1
-    chunk.compared = True
+    batch = _batch_that_can_be_parted(chunk)
+    chunk.compared = batch
+    chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
+    return batch
+
+
+def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
+    """Return the inputs such that parts of them give what they gave in the batch."""
+    count = chunk.count
+    known = chunk.flags.inputs_with_samples.get(chunk.key_of_inputs)
+    batch = chunk.view.batch(chunk.x, count, known)
     failures = []
-    choices = _which_may_be_batched(batch, known)
+    choices = _which_may_carry_samples(batch, known)
     for choice in choices:
         trial = chunk.view.batch(chunk.x, count, choice)
         try:
-            alike = _is_same_in_parts(chunk, trial)
+            if _is_same_in_parts(chunk, trial):
+                return trial
         except Exception as error:  # a model may raise anything
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
-            continue
-        if alike:
-            chunk.flags.batched.put(chunk.batched_key, trial.batched)
-            return trial
     if count > SAMPLES and len(failures) == len(choices):
         raise InputError(
             f"the model fails on parts of the {count} samples ({failures[0]}); check "
             f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
             "samples along it"
         )
-    blame(chunk, batch, alike=not failures)
-    chunk.flags.batched.put(chunk.batched_key, batch.batched)
+    prove_as_it_is(chunk, batch)
+    if not failures:
+        raise interaction(chunk)
     return batch
 
 
-def _which_may_be_batched(batch: adapt.Batch, known: list[int] | None) -> list[list[int]]:
+def _which_may_carry_samples(batch: Batch, known: list[int] | None) -> list[list[int]]:
     """Return the choices of inputs that may carry samples, the likeliest first.
 
     Where that is not known, they are all that look so, or all but one.
@@ -285,7 +282,11 @@ def _which_may_be_batched(batch: adapt.Batch, known: list[int] | None) -> list[l
 
 
 def _other_company(chunk: Chunk) -> list[list[int]]:
-    """Return the samples of the batches to which a batch is compared; see `_is_same_in_parts`."""
+    """Return the companies in which the samples of a batch are run again.
+
+    These are random halves of the batch, shuffled. Where there are few samples, each is run beside
+    a copy instead; where they are known to interact under other conditions, as many as ALONE also.
+    """
     count = chunk.count
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
     order = torch.randperm(count, generator=generator).tolist()
@@ -294,75 +295,67 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         # Even ones of an even batch: the model may take no others.
         half = count // 2 if count % 2 else count // 4 * 2
         groups = [order[:half], order[half:]]
-    if chunk.ledger.by_data or not groups:
-        groups += [[j, j] for j in order[:ALONE]]
+    if chunk.ledger.reason_to_look or not groups:
+        groups += copies_of_each(order[:ALONE])
     return groups
 
 
-@on_demand.structure_only()
-def _is_same_in_parts(chunk: Chunk, batch: adapt.Batch) -> bool:
-    """Return True if random halves of the batch, shuffled, give what they gave in it.
+def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
+    """Return True if the batch's samples give in other company what they gave in it.
 
-    Where there are few samples, each is run beside a copy instead.
-
-    Where samples are known to interact under other conditions, as many as ALONE also each
-    beside a copy.
+    Raises:
+        FoldRefuted: they would, if the model ran as it says.
     """
-    noise, z = noise_of(chunk.view, batch), chunk.z
-    for samples in _other_company(chunk):
-        in_parts = chunk.view.forward(batch.pick(samples)).detach()
-        index = torch.tensor(samples, device=z.device)
-        whole = z.detach().index_select(chunk.view.out_dim, index)
-        if outputs_agree(chunk.view, whole, in_parts, noise):
-            continue
-        if chunk.folding.active:
-            with unfolded():
-                unfolded_z = chunk.view.forward(batch.pick(range(batch.count))).detach()
-                whole = unfolded_z.index_select(chunk.view.out_dim, index)
-            if outputs_agree(chunk.view, whole, in_parts, noise):
-                raise FoldRefuted([], "the folded model gives another output")
-        return False
-    return True
+    view = chunk.view
+
+    def run(samples: Sequence[int]) -> Tensor:
+        return view.outputs(batch.pick(samples))
+
+    in_batch = in_batch_of(view, batch, chunk.z)
+    difference = in_batch.first_difference(_other_company(chunk), run)
+    if difference is not None and chunk.folding.active:
+        with unfolded():
+            plain = replace(in_batch, output=run(range(batch.count)))
+        if plain.holds(*difference):
+            raise FoldRefuted([], "the folded model gives another output")
+    return difference is None
 
 
-def outputs_agree(
-    view: ModelView,
-    want: Tensor,
-    got: Tensor,
-    noise: Callable[[], Noise | None] | None = None,
-) -> bool:
-    """Return True if outputs of the same samples agree within the model's own precision.
+def prove_as_it_is(chunk: Chunk, batch: Batch) -> None:
+    """Prove the model, unfolded, on samples from the first to the last of a batch.
 
-    See `agree`.
+    So the error names what is to blame where samples give something else in other company.
     """
-    low = low_precision(want.device, {p.dtype for p in view.parameters.values()})
-    return agree(want, got, rounding(want.dtype, low=low), noise, view.out_dim)
+    few = chunk.known.few_samples
+    prover = Prover(chunk.view, Ledger())
+    few.take_step(prover, batch.part(few.spread(batch.count)), prover.prove)
 
 
-def noise_of(view: ModelView, batch: adapt.Batch) -> Callable[[], Noise | None]:
-    """Return what measures how far outputs of some of the samples are off by rounding."""
-    few = range(min(batch.count, 8))
+def interaction(chunk: Chunk) -> InteractionError:
+    """Return the error that says that samples interact, although no proof says how."""
+    return InteractionError(
+        "samples give another output in parts of the batch than within the batch of "
+        f"{chunk.count}: samples interact, or an input is shared that in_dim={chunk.view.in_dim} "
+        "makes look batched. Make the forward pass work on each sample alone"
+    )
 
-    def noise() -> Noise | None:
-        return model_noise(view.module, batch.pick(few), view.output, view.out_dim)
 
-    return noise
+def try_program(chunk: Chunk) -> None:
+    """Prove in float64 that samples of a program not tried yet do not interact.
 
-
-def blame(chunk: Chunk, batch: adapt.Batch, *, alike: bool) -> None:
-    """Find out exactly, on the copy, why samples in other company give something else.
-
-    The error names who is to blame.
+    They must not under other conditions either (`interaction_otherwise`). Where activations
+    saturate, the batch at hand may hide in its few digits what the next one shows.
     """
-    count, ledger = batch.count, Ledger()
-    some = batch.part(chunk.known.few.spread(count))
-    chunk.known.few.take(chunk.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
-    if alike:
-        raise InteractionError(
-            "samples give another output in parts of the batch than within the batch of "
-            f"{count}: samples interact, or an input is shared that in_dim={chunk.view.in_dim} "
-            "makes look batched. Make the forward pass work on each sample alone"
-        )
+    tried = chunk.key.program
+    if tried in chunk.flags.tried_programs:
+        return
+    prover = Prover(chunk.view, chunk.ledger)
+    chunk.known.few_samples.take_step(prover, batch_of(chunk), prover.compare_outputs)
+    chunk.flags.tried_programs.put(tried, True)
+
+
+# -- known of the graph
+# --------------------------------------------------------------------------------------------------
 
 
 def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> ShapePlan:
@@ -376,68 +369,80 @@ def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> S
         known: of its structure.
         fresh: whether nothing was planned yet for these shapes and this program.
     """
-    graph, uses, ledger = chunk.graph, known.uses, chunk.ledger
-    rows, by_data = _rows_of_the_graph(chunk)
-    candidates = likely_layouts(graph, uses, ledger, chunk.count, rows)
-    layouts = _likeliest(candidates)
-    told = {place for place in candidates if place in rows}
-    v = generic_cotangent(chunk.z)
-    if fresh and not (by_data and known.plans):
+    graph, uses = chunk.graph, known.uses
+    rows = _rows_of_the_graph(chunk)
+    options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
+    untold = {place: options[place] for place in options if place not in rows.known}
+    hidden_by = rows.hidden_by
+    found_in_every_batch = bool(hidden_by and known.plans)
+    if fresh and not found_in_every_batch:
         # What the graph tells is held to the marks once.
-        trials = {place: candidates[place] if place in told else [] for place in candidates}
-        confirmed = explained(graph, uses, chunk.z, v, chunk.view.out_dim, trials, rows)
-        refuted = {place for place, held in confirmed.items() if place in told and not held}
-        # No gradient arrives at places that are not among the confirmed.
-        candidates = {place: candidates[place] for place in confirmed}
+        confirmed = _confirmed_by_marks(chunk, uses, options, rows)
+        untold = {place: untold[place] for place in confirmed if place in untold}
+        refuted = [place for place in confirmed if place in rows.known and not confirmed[place]]
         if refuted:
-            candidates |= {place: every_layout(graph, place, chunk.count) for place in refuted}
-            told -= refuted
-            ledger.hooked, by_data = True, HOOK
-    untold = {place: held for place, held in candidates.items() if place not in told}
+            untold |= {place: every_layout(graph, place, chunk.count) for place in refuted}
+            chunk.ledger.hooked, hidden_by = True, HOOK
     found: dict[Place, list[Layout]] = {}
     if untold:
+        v = generic_cotangent(chunk.z)
         found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
-    layouts |= _likeliest(found)
-    _unexplained_to_loop(chunk, uses, found)
-    return ShapePlan(layouts, _what_the_data_decide(chunk, uses, by_data if found else ""))
+    _to_loop_where_unexplained(chunk, uses, found)
+    reason = _reason_to_look(chunk, uses, hidden_by if found else "")
+    if reason:
+        kind = reason.removesuffix("Backward0")
+        chunk.ledger.note(f"rows are found and outputs compared anew in every batch: {kind}")
+    return ShapePlan(_likeliest(options) | _likeliest(found), reason)
 
 
-def _rows_of_the_graph(chunk: Chunk) -> tuple[dict[Place, Regular], str]:
-    """Return where the graph tells that samples are, and the kind of node that hides the rest."""
+def _rows_of_the_graph(chunk: Chunk) -> RowsOfGraph:
+    """Return where the graph tells that samples are: nowhere if hooks may move gradients."""
     if chunk.flags.hooked:
-        return {}, HOOK
-    return ownership.trace(chunk.graph, chunk.z, chunk.view.out_dim)
+        return RowsOfGraph({}, HOOK)
+    return trace(chunk.graph, chunk.z, chunk.view.out_dim)
 
 
-def _likeliest(candidates: dict[Place, list[Layout]]) -> dict[Place, Layout]:
-    return {place: held[0] for place, held in candidates.items() if held}
+def _confirmed_by_marks(
+    chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
+) -> dict[Place, list[Layout]]:
+    """Return, where gradients arrive, the layouts that the graph tells and that marks confirm."""
+    told: dict[Place, list[Layout]] = dict.fromkeys(options, [])
+    told |= {place: options[place] for place in rows.known if place in options}
+    z, out_dim = chunk.z, chunk.view.out_dim
+    return explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
 
 
-def _unexplained_to_loop(chunk: Chunk, uses: Structure, found: dict[Place, list[Layout]]) -> None:
+def _likeliest(options: Options) -> dict[Place, Layout]:
+    return {place: layouts[0] for place, layouts in options.items() if layouts}
+
+
+def _to_loop_where_unexplained(chunk: Chunk, uses: Structure, found: Options) -> None:
     """Send parameters to the loop at whose uses no sample axis explains the gradients."""
-    graph, ledger = chunk.graph, chunk.ledger
-    unexplained = {place[0] for place, held in found.items() if not held}
-    for node in unexplained:
-        for use in uses.by_node[node]:
-            for name in graph.names_below(use.child):
-                old = ledger.parameters.get(name)
-                if old is None or old.route != "loop":
-                    kinds = old.kinds if old else ()
-                    reason = f"its sample axis was not found in a batch of {chunk.count}"
-                    ledger.parameters[name] = ParameterProof(
-                        "loop", alive=True, kinds=kinds, reason=reason
-                    )
+    ledger = chunk.ledger
+    nodes = {node for (node, _), layouts in found.items() if not layouts}
+    reason = f"its sample axis was not found in a batch of {chunk.count}"
+    for name in _names_used_at(chunk.graph, uses, nodes):
+        proof = ledger.parameters.get(name)
+        if proof is None or proof.route != "loop":
+            kinds = proof.kinds if proof else ()
+            ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
 
 
-def _what_the_data_decide(chunk: Chunk, uses: Structure, by_data: str) -> str:
-    """Return why the rows of every batch are to be found anew; "" where they need not be."""
-    graph, ledger = chunk.graph, chunk.ledger
-    if not by_data and any(graph.keys[use.child] in ledger.varying for use in uses.uses):
-        by_data = "data among what is computed of parameters"
-    by_data = by_data or ledger.by_data
-    if by_data:
-        kind = by_data.removesuffix("Backward0")
-        note = f"rows are found and outputs compared anew in every batch: {kind}"
-        if note not in ledger.notes:
-            ledger.notes.append(note)
-    return by_data
+def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[str]:
+    """Return the names of the parameters that have a part in uses at some nodes."""
+    at_nodes = [use for node in nodes for use in uses.by_node[node]]
+    return [name for use in at_nodes for name in graph.names_below(use.child)]
+
+
+def _reason_to_look(chunk: Chunk, uses: Structure, hidden_by: str) -> str:
+    """Return why the rows of every batch are to be found anew; "" where they need not be.
+
+    Args:
+        chunk: the batch.
+        uses: of parameters.
+        hidden_by: what hides rows, so that they were found in this batch; "" where nothing does.
+    """
+    varying = chunk.ledger.varying
+    if not hidden_by and any(chunk.graph.keys[use.child] in varying for use in uses.uses):
+        return "data among what is computed of parameters"
+    return hidden_by or chunk.ledger.reason_to_look

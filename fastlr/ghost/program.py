@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastlr.ghost import value_readers  # noqa: F401 - enters what reads values of each class
+from fastlr.ghost.class_reader import contents
 from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
 from fastlr.ghost.introspection import attribute, bases
@@ -31,7 +32,6 @@ from fastlr.ghost.tokens import (
     number,
     of_tensor,
     of_values,
-    own,
     token_hash,
 )
 from fastlr.ops.model_lock import all_modules
@@ -129,14 +129,17 @@ class _Program:
         It holds its modules' classes and the hooks that all modules have, too.
         """
         whole = self.whole(model)
-        classes: list[tuple] = []
+        classes, settled = list[tuple](), list[bytes]()
         # What a class holds may be of classes that were not met before.
         while kinds := list(self.reader.classes.values())[len(classes) :]:
-            classes += [self.of_class(kind) for kind in kinds]
+            token, others = contents(kinds)
+            read = map(self.reader.named, others)
+            classes += zip(map(number, kinds), read, strict=True)
+            settled.append(token)
         calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
         self.reader.let_go()
-        return whole, *classes, *calls, *hooks
+        return whole, *classes, *settled, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:
         """The token of a module that is held in an attribute.
@@ -200,10 +203,6 @@ class _Program:
         if id(p) in self.free:
             return dtype_name(p.dtype), p.requires_grad, hooks
         return of_tensor(p, self.reader.versions), hooks
-
-    def of_class(self, kind: type) -> tuple:
-        """The token of a class: what it defines itself."""
-        return number(kind), *self.reader.named(own(kind))
 
 
 # -- batch norm's statistics
@@ -281,20 +280,15 @@ def hook_programs(model: nn.Module) -> tuple:
 
     For each: whose it is, of which kind, and its code without what it was given.
     """
-    registries: list[tuple[int, str, dict | None]] = []
+    found: list[tuple[int, str, dict]] = []
     for module in all_modules(model):
-        registries += [(id(module), kind, vars(module).get(kind)) for kind in _HOOKS]
-        registries += [
-            (id(module), name, p._backward_hooks)
-            for name, p in module._parameters.items()
-            if p is not None
-        ]
+        held = vars(module)
+        found += [(id(module), kind, held[kind]) for kind in _HOOKS if held.get(kind)]
+        for name, p in module._parameters.items():
+            if p is not None and p._backward_hooks:
+                found.append((id(module), name, p._backward_hooks))
     return tuple(
-        [
-            (whose, kind, tuple(map(_program, hooks.values())))
-            for whose, kind, hooks in registries
-            if hooks
-        ]
+        [(whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in found]
     )
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlr.ghost.introspection import PROXIES, bases, behind_proxy, instance_dict, slots
-from fastlr.ghost.tokens import PLAIN, closed, from_user, number, of_tensor
+from fastlr.ghost.tokens import PLAIN, all_plain, closed, from_user, number, of_tensor
 
-_DEPTH = 5  # containers within containers
+DEPTH = 5  # containers within containers
 _BREADTH = 256  # entries of one container
 _PLAIN_BREADTH = 1 << 13  # of one that holds plain values only
 _VALUES = 2000  # values below one attribute
@@ -52,8 +52,8 @@ class Reader:
         """The token of a value, with a budget of its own."""
         self._left = _VALUES
         if type(value) is FunctionType:
-            return _READERS[id(FunctionType)](self, value, FunctionType, _DEPTH)
-        return self.of(value, _DEPTH)
+            return _READERS[id(FunctionType)](self, value, FunctionType, DEPTH)
+        return self.of(value, DEPTH)
 
     def named(self, items: Iterable[tuple[str, Any]], but: Collection[str] = ()) -> list[Any]:
         """The names and tokens of what a module or a class holds, in turn.
@@ -104,12 +104,13 @@ class Reader:
 
     def entries(self, tag: str, length: int, values: Iterable[Any], depth: int) -> tuple:
         """The tokens of a container's values: all, or the first ones of many that are not plain."""
+        if length > _PLAIN_BREADTH:
+            return tag, length, *self.first(values, depth)
+        values = list(values)
+        if all_plain(values):
+            return tag, *values
         if length <= _BREADTH:
             return tag, *[self.of(v, depth) for v in values]
-        if length <= _PLAIN_BREADTH:
-            values = list(values)
-            if _all_plain(values):
-                return tag, *values
         return tag, length, *self.first(values, depth)
 
     def first(self, values: Iterable[Any], depth: int) -> list[Any]:
@@ -134,14 +135,6 @@ class Reader:
         if id(value) in self.free:
             return "free", number(value)
         return of_tensor(value, self.versions)
-
-
-def _all_plain(values: Iterable[Any]) -> bool:
-    """Return True if all values are plain; False, too, if the class of one cannot be hashed."""
-    try:
-        return PLAIN.issuperset(map(type, values))
-    except Exception:
-        return False
 
 
 # -- what reads the values of a class --------------------------------------------------------------
@@ -184,6 +177,13 @@ def _reader_of_subclass(kind: type) -> Read:
         if id(base) in _FAMILIES:
             return _FAMILIES[id(base)]
     return _object
+
+
+def only_numbered(kind: type) -> bool:
+    """Return True if objects of a class are told by which ones they are, and by nothing else."""
+    if not closed(kind) or issubclass(kind, (*_OPEN, Tensor, nn.Module)):
+        return False
+    return not any(id(base) in table for base in bases(kind) for table in (_READERS, _FAMILIES))
 
 
 def _object(reader: Reader, value: Any, kind: type, depth: int) -> tuple:

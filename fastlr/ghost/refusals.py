@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import FastlrError, InputError, ModelError
-from fastlr.ghost.model_io import FAILURES, ModelView, copied
+from fastlr.ghost.batch import copied
+from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 
@@ -87,52 +88,72 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
-    text = str(error)
-    given = {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor)}
-    held = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    other = sorted(_name(dtype) for dtype in given - held)
-    tables = [
-        m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    ]
-    if "nference tensor" in text:
+    """Return what to do about an exception of a forward pass of x; None where it does not tell."""
+    if "nference tensor" in str(error):
         return (
             "Build and load the model outside of torch.inference_mode(), whose tensors autograd "
             "refuses"
         )
-    if isinstance(error, TypeError) and isinstance(x, dict):
+    remedy = _of_arguments(model, x, error) or _of_tokens(model, x, error)
+    remedy = remedy or _of_dtypes(model, x, error)
+    if remedy is None and any(word in str(error).lower() for word in _OF_SHAPES):
+        return "Give inputs for which the model runs, of the size that it was built for"
+    return remedy
+
+
+def _of_arguments(model: nn.Module, x: Any, error: Exception) -> str | None:
+    """Return what to do where forward takes other arguments."""
+    if not isinstance(error, TypeError):
+        return None
+    if isinstance(x, dict):
         return (
             f"The inputs go by name ({', '.join(x)}), but forward takes ({_parameters(model)}): "
             "give them under these names, or a plain tensor by fastlr.TensorInputs"
         )
-    if isinstance(error, TypeError) and isinstance(x, tuple) and len(x) > 1:
+    if isinstance(x, tuple) and len(x) > 1:
         return (
             f"The inputs are {len(x)} positional arguments, but forward takes "
             f"({_parameters(model)}): where a data set's items are (input, label), pass "
             "fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone"
         )
-    if "indices" in text and any(dtype.is_floating_point for dtype in given):
+    return None
+
+
+def _of_tokens(model: nn.Module, x: Any, error: Exception) -> str | None:
+    """Return what to do where an embedding gets no tokens, or too large ones."""
+    if "indices" in str(error) and any(dtype.is_floating_point for dtype in _dtypes(x)):
         return (
             "An embedding takes integers: give tokens, such as fastlr.TokenInputs or int64 in "
             "fastlr.TensorInputs"
         )
-    if isinstance(error, IndexError) and tables:
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    if isinstance(error, IndexError) and embeddings:
+        rows = [embedding.num_embeddings for embedding in embeddings]
         return (
-            f"A token is beyond the rows of an embedding (the model's have {tables}): lower "
+            f"A token is beyond the rows of an embedding (the model's have {rows}): lower "
             "vocab_size"
         )
-    if other and ("type" in text or "not implemented for" in text):
-        how = (
-            "the inputs by x.float() / 255 if they are bytes of images"
-            if "uint8" in other
-            else "one of them"
-        )
-        return (
-            f"The inputs are {', '.join(other)}, the model is "
-            f"{', '.join(sorted(map(_name, held)))}: convert {how}"
-        )
-    if any(word in text.lower() for word in _OF_SHAPES):
-        return "Give inputs for which the model runs, of the size that it was built for"
     return None
+
+
+def _of_dtypes(model: nn.Module, x: Any, error: Exception) -> str | None:
+    """Return what to do where the inputs have another dtype than the model."""
+    held = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    other = sorted(map(_name, _dtypes(x) - held))
+    named = "type" in str(error) or "not implemented for" in str(error)
+    if not other or not named:
+        return None
+    how = "one of them"
+    if "uint8" in other:
+        how = "the inputs by x.float() / 255 if they are bytes of images"
+    return (
+        f"The inputs are {', '.join(other)}, the model is {', '.join(sorted(map(_name, held)))}: "
+        f"convert {how}"
+    )
+
+
+def _dtypes(x: Any) -> set[torch.dtype]:
+    return {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor)}
 
 
 def _parameters(model: nn.Module) -> str:

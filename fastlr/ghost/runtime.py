@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
-from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.state import BufferKeeper, TrainFlags, put_back
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import tree_flatten
@@ -43,25 +42,20 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model into eval mode with gradients on, and restore its state afterwards.
 
     Flags, buffers and random states are then as before.
-
-    Flags are set directly: ``model.eval()`` may be overridden, and merge or freeze things.
     """
     modules = list(model.modules())
-    flags = [module.training for module in modules]
-    with BufferKeeper().kept(modules, with_attributes=True):
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                quiet_rng(device),
-                _repeatable(modules, device),
-            ):
-                for module in modules:
-                    module.training = False
-                yield
-        finally:
-            for module, flag in zip(modules, flags, strict=True):
-                module.training = flag
+    # Flags first: buffers and the attributes of their module belong together.
+    parts = TrainFlags(modules), BufferKeeper().keep(modules, with_attributes=True)
+    with (
+        put_back(*parts),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        quiet_rng(device),
+        _repeatable(modules, device),
+    ):
+        for module in modules:
+            module.training = False
+        yield
 
 
 @contextmanager
@@ -98,9 +92,8 @@ def read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     They come from one device; None stays None.
     """
     there = [first, *(t.to(first.device) for t in others if t is not None)]
-    parts = iter(
-        torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there])
-    )
+    joined = torch.cat([t.detach().double() for t in there])
+    parts = iter(joined.cpu().split(list(map(len, there))))
     return tuple(None if t is None else next(parts) for t in (first, *others))
 
 
@@ -133,18 +126,13 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
     """
     output: list[Tensor] = []
     try:
-        storages = _saved_storages(lambda: output.append(forward()))
+        storages = _saved_storages(view, lambda: output.append(forward()))
     except Exception as error:
         if not out_of_memory(error):
             raise
         return 1
     storages[output[0].data_ptr()] = output[0].nbytes
-    held = (
-        t
-        for t in (*view.module.parameters(), *view.module.buffers())
-        if not on_demand.is_on_demand(t)
-    )
-    of_model = {t.untyped_storage().data_ptr() for t in held}
+    of_model = {t.untyped_storage().data_ptr() for t in view.tensors_in_memory()}
     activations = sum(size for pointer, size in storages.items() if pointer not in of_model) / few
     weights = max(p.nbytes for p in view.parameters.values())
     budget = min(
@@ -169,14 +157,10 @@ def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
     return int(max(1, min(_LARGEST_CHUNK, _SHARE * free_bytes(device) // max(1, bytes_per_input))))
 
 
-def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
+def _saved_storages(view: ModelView, forward: Callable[[], Any]) -> dict[int, int]:
     """Address -> bytes of the memory that autograd saves during a forward pass."""
     storages: dict[int, int] = {}
-    # Itself would keep the graph for ever.
-    pack, unpack = on_demand.hooks() or (
-        Tensor.detach,
-        lambda t: t,
-    )
+    pack, unpack = view.saved_tensor_hooks()
 
     def saved(t: Tensor) -> Any:
         kept = pack(t)

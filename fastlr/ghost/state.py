@@ -1,17 +1,17 @@
-"""Attributes of modules and buffers that a forward pass writes, put back after it.
+"""What a measurement changes of a model, put back after it.
 
-In: a model. Out: a context within which forward passes may write what they like (`attributes_kept`,
-`BufferKeeper`).
+In: what was kept of a model: the attributes of its modules, its buffers, its train flags. Out: a
+context within which these may be written (`put_back`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,39 @@ def _same(a: Collection, b: Collection) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-class _Kept:
+class Kept(Protocol):
+    """A part of a model, as it was when this was made."""
+
+    def restore(self) -> None:
+        """Put back what differs."""
+
+
+@contextmanager
+def put_back(*parts: Kept) -> Iterator[None]:
+    """Put back parts of a model at the end of this context, in this order."""
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.restore()
+
+
+class TrainFlags:
+    """Whether each of some modules is in train mode.
+
+    Flags are set directly: ``model.train()`` may be overridden, and merge or freeze things.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._flags = [(module, module.training) for module in modules]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for module, flag in self._flags:
+            module.training = flag
+
+
+class Attributes:
     """The state of one module.
 
     Its entries, the contents of those that are containers, and which buffers it has.
@@ -143,17 +175,15 @@ def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Ite
         model: a module; anything else is left alone.
         dtype: meanwhile, plain floating-point tensors among them are of this dtype.
     """
-    kept = [_Kept(module) for module in all_modules(model)] if isinstance(model, nn.Module) else []
-    try:
+    modules = all_modules(model) if isinstance(model, nn.Module) else ()
+    kept = list(map(Attributes, modules))
+    with put_back(*kept):
         for module, name in _emptied.get():
             vars(module)[name].clear()
         if dtype is not None:
             for module_state in kept:
                 _cast(module_state.held, dtype)
         yield
-    finally:
-        for module_state in kept:
-            module_state.restore()
 
 
 def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
@@ -224,8 +254,16 @@ def _written_by_forward(modules: Sequence[nn.Module]) -> list[_Held]:
     ]
 
 
+class _Copy(NamedTuple):
+    """A copy of a buffer, and how often that was written to when the copy was its like."""
+
+    buffer: Tensor
+    version: int
+    values: Tensor
+
+
 class BufferKeeper:
-    """Puts back what is written into buffers or comes in their place, call after call.
+    """Keeps buffers, call after call.
 
     So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Copies of
     large buffers are kept from call to call and made anew only where the buffer's version says so.
@@ -234,45 +272,23 @@ class BufferKeeper:
     LARGE = 1 << 16  # elements
 
     def __init__(self) -> None:
-        self._copies: dict[
-            int, tuple[Tensor, int, Tensor]
-        ] = {}  # id of a buffer -> buffer, its version, copy
+        self._copies: dict[int, _Copy] = {}  # by id of the buffer
 
-    @contextmanager
-    def kept(
+    def keep(
         self, modules: Sequence[nn.Module], *, unseen: bool = False, with_attributes: bool = False
-    ) -> Iterator[list[str]]:
-        """Put them back at the end; the list yielded then has their names.
+    ) -> Kept:
+        """Keep the buffers of modules as they are.
 
         Args:
             modules: all modules of a model.
-            unseen: also what leaves no trace, as batch norm's running statistics in train mode do.
-            with_attributes: not those of a module that holds another number than before, as with a
-                table that grows: they belong together.
+            unseen: put back also what leaves no trace, as batch norm's running statistics in train
+                mode do.
+            with_attributes: put none back of a module that holds another number than before, as
+                with a table that grows: they belong together.
         """
         held = _written_by_forward(modules)
         self._refresh([one.tensor for one in held], unseen)
-        holders = {id(one.module): one.module for one in held} if with_attributes else {}
-        numbers = {key: own_attributes(module) for key, module in holders.items()}
-        changed: list[str] = []
-        try:
-            yield changed
-        finally:
-            stays = {key for key, m in holders.items() if own_attributes(m) != numbers[key]}
-            for module, place, name, tensor in held:
-                if id(module) in stays:
-                    continue
-                _, seen, copy = self._copies[id(tensor)]
-                written = version(tensor) != seen
-                replaced = name not in place or place[name] is not tensor
-                if written or replaced:
-                    changed.append(name)
-                if unseen or written:
-                    with torch.no_grad():
-                        tensor.copy_(copy)
-                    self._copies[id(tensor)] = tensor, version(tensor), copy
-                if replaced:
-                    place[name] = tensor
+        return _Buffers(held, self._copies, unseen, with_attributes)
 
     @torch.no_grad()
     def _refresh(self, tensors: list[Tensor], unseen: bool) -> None:
@@ -281,14 +297,39 @@ class BufferKeeper:
         stale: list[Tensor] = []
         for t in tensors:
             known = before.get(id(t))
-            if known is None or known[0] is not t or not _alike(known[2], t):
-                self._copies[id(t)] = t, version(t), t.detach().clone()
+            if known is None or known.buffer is not t or not _alike(known.values, t):
+                self._copies[id(t)] = _Copy(t, version(t), t.detach().clone())
                 continue
-            if unseen or t.numel() <= self.LARGE or known[1] != version(t):
+            if unseen or t.numel() <= self.LARGE or known.version != version(t):
                 stale.append(t)
-            self._copies[id(t)] = t, version(t), known[2]
+            self._copies[id(t)] = _Copy(t, version(t), known.values)
         if stale:
-            torch._foreach_copy_([self._copies[id(t)][2] for t in stale], stale)
+            torch._foreach_copy_([self._copies[id(t)].values for t in stale], stale)
+
+
+class _Buffers:
+    """The buffers of a model, with their copies (see `BufferKeeper.keep`)."""
+
+    def __init__(
+        self, held: list[_Held], copies: dict[int, _Copy], unseen: bool, with_attributes: bool
+    ) -> None:
+        self._held, self._copies, self._unseen = held, copies, unseen
+        holders = {id(one.module): one.module for one in held} if with_attributes else {}
+        self._numbers = [(module, own_attributes(module)) for module in holders.values()]
+
+    def restore(self) -> None:
+        """Put back what was written into buffers, and buffers that others have replaced."""
+        stays = {id(module) for module, before in self._numbers if own_attributes(module) != before}
+        for module, place, name, tensor in self._held:
+            if id(module) in stays:
+                continue
+            copy = self._copies[id(tensor)]
+            if self._unseen or version(tensor) != copy.version:
+                with torch.no_grad():
+                    tensor.copy_(copy.values)
+                self._copies[id(tensor)] = copy._replace(version=version(tensor))
+            if name not in place or place[name] is not tensor:  # scripted modules have no get
+                place[name] = tensor
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from fastlr.errors import few
@@ -107,11 +108,9 @@ class SupportReport:
     def __str__(self) -> str:
         """Return the table of parameters and what sums it up."""
         rows = [_COLUMNS, *self._rows()]
-        widths = [max(len(r[k]) for r in rows) for k in range(5)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         widths[0] = min(widths[0], 44)
-        lines = [
-            "  ".join(_fit(c, w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
-        ]
+        lines = ["  ".join(map(_fit, row, widths)).rstrip() for row in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
         return "\n".join([*lines, "", *self._summary()])
 
@@ -131,14 +130,17 @@ class SupportReport:
         return rows
 
     def _summary(self) -> list[str]:
-        count = {
-            route: sum(p.route == route for p in self.parameters)
-            for route in ("rule", "node", "loop", "zero")
-        }
-        lines = [
-            f"{len(self.parameters)} parameters: "
-            + ", ".join(f"{n} by {r}" for r, n in count.items() if n)
-        ]
+        """What sums up the table: routes and proof, what was replaced and folded, notes."""
+        notes = [f"note: {note}" for note in self.notes]
+        return [*self._of_routes(), *self._of_proof(), *self._of_folding(), *notes]
+
+    def _of_routes(self) -> list[str]:
+        by_route = Counter(p.route for p in self.parameters)
+        parts = [f"{by_route[r]} by {r}" for r in ("rule", "node", "loop", "zero") if by_route[r]]
+        return [f"{len(self.parameters)} parameters: {', '.join(parts)}"]
+
+    def _of_proof(self) -> list[str]:
+        lines = []
         if self.subject:
             lines.append(
                 f"proven on three samples of a {self.subject} ({self.dtype}): off by at most "
@@ -149,9 +151,8 @@ class SupportReport:
             lines.append(
                 f"gradient zero on those samples, so checked when it is not: {few(unproven)}"
             )
-        lines += dict.fromkeys(
-            f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule"
-        )
+        slow = [p for p in self.parameters if p.reason and p.route != "rule"]
+        lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)
         lines += [
             f"no rows known for {kind}: every batch is looked at anew, by three or more backward "
             "passes, and no CUDA graph is made"
@@ -162,19 +163,22 @@ class SupportReport:
                 f"{len(self.others)} other leaves require grad and are not counted: "
                 f"{few(self.others)}"
             )
-        lines += [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
+        return lines
+
+    def _of_folding(self) -> list[str]:
+        lines = [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
         if self.fixed:
             lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
         if self.folded:
             lines.append(
                 f"{len(self.folded)} convolutions run folded with their batch norm and activation"
             )
-            reasons: dict[str, list[str]] = {}
+            by_reason: dict[str, list[str]] = {}
             for name, reason in self.unfolded.items():
-                reasons.setdefault(reason, []).append(name)
-            for reason, which in reasons.items():
-                lines.append(f"not folded ({reason}): {few(which, 2)}")
-        return [*lines, *(f"note: {n}" for n in self.notes)]
+                by_reason.setdefault(reason, []).append(name)
+            for reason, names in by_reason.items():
+                lines.append(f"not folded ({reason}): {few(names, 2)}")
+        return lines
 
 
 def _fit(text: str, width: int) -> str:
@@ -182,22 +186,22 @@ def _fit(text: str, width: int) -> str:
 
 
 def _grouped(parameters: tuple[ParameterSupport, ...]) -> list[tuple[str, ParameterSupport]]:
-    """Join parameters of one module that share node, axis and route into one row."""
-    rows: list[tuple[str, list[str], ParameterSupport]] = []
-    for p in parameters:
-        module, _, leaf = p.name.rpartition(".")
-        last = rows[-1] if rows else None
-        if (
-            last
-            and last[0] == module
-            and (last[2].kinds, last[2].axes, last[2].route, last[2].proven)
-            == (p.kinds, p.axes, p.route, p.proven)
-        ):
-            worst = p if p.deviation > last[2].deviation else last[2]
-            rows[-1] = (module, [*last[1], leaf], worst)
-        else:
-            rows.append((module, [leaf], p))
-    return [
-        (f"{m}.{{{','.join(ls)}}}" if len(ls) > 1 else f"{m}.{ls[0]}" if m else ls[0], p)
-        for m, ls, p in rows
-    ]
+    """Join neighbours of one module that share node, axis and route into one row.
+
+    Returns:
+        The label of each row, and that of its parameters which deviates most.
+    """
+    rows: list[tuple[str, ParameterSupport]] = []
+    for (module, *_), group in groupby(parameters, _shared):
+        same = list(group)
+        leaves = [p.name.rpartition(".")[2] for p in same]
+        label = leaves[0] if len(same) == 1 else f"{{{','.join(leaves)}}}"
+        if module or len(same) > 1:
+            label = f"{module}.{label}"
+        rows.append((label, max(same, key=lambda p: p.deviation)))
+    return rows
+
+
+def _shared(p: ParameterSupport) -> tuple:
+    """What parameters of one row have in common."""
+    return p.name.rpartition(".")[0], p.kinds, p.axes, p.route, p.proven

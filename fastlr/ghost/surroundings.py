@@ -27,14 +27,16 @@ def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
         )
     if within_transform():
         for parameter in parameters:
-            refuse_transformed(parameter, "a parameter")
+            refuse_unreadable(parameter, "a parameter")
 
 
-def refuse_transformed(tensor: Tensor, name: str) -> None:
-    """Raise InputError for a tensor that a transform of torch.func has wrapped.
+def refuse_unreadable(tensor: Tensor, name: str) -> None:
+    """Raise InputError for a tensor without values, or one that torch.func has wrapped.
 
     What is measured depends on its values.
     """
+    if tensor.is_meta:
+        raise InputError(f"{name} is on meta, a device without values: give it on the model's")
     if is_transformed(tensor):
         raise InputError(
             f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot "

@@ -15,14 +15,14 @@ import marshal
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.introspection import class_dict, module_dict, module_name
+from fastlr.ghost.introspection import module_dict, module_name
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
@@ -89,6 +89,14 @@ def _of_exact_types(token: Any) -> Any:
     if kind in PLAIN:
         return token
     return str.__str__(token) if issubclass(kind, str) else number(token)
+
+
+def all_plain(values: Iterable[Any]) -> bool:
+    """Return True if all values are plain; False, too, if the class of one cannot be hashed."""
+    try:
+        return PLAIN.issuperset(map(type, values))
+    except Exception:
+        return False
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -186,15 +194,6 @@ def _names(held: CodeType) -> set[str]:
     return set(held.co_names).union(*map(_names, inner))
 
 
-def own(kind: type) -> list[tuple[str, Any]]:
-    """What a class itself defines: functions, and values of names without underscores before."""
-    return [
-        (name, value)
-        for name, value in class_dict(kind).items()
-        if type(value) is FunctionType or type(name) is not str or not name.startswith("__")
-    ]
-
-
 def closed(kind: type) -> bool:
     """Return True if objects of a class are taken as they are: Python's, torch's and trainers'."""
     return module_name(kind).partition(".")[0] in _CLOSED
@@ -207,7 +206,7 @@ def from_user(kind: type) -> bool:
 
 def packaged(module: Any) -> bool:
     """Return True if a module is Python's or an installed package's."""
-    if type(module) is not ModuleType:
+    if not issubclass(type(module), ModuleType):
         return False
     return str(module_dict(module).get("__file__") or "").startswith(_INSTALLED)
 

@@ -21,10 +21,10 @@ from collections import (
     defaultdict,
     deque,
 )
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextvars import ContextVar
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,12 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef
 
+from fastlr.ghost.class_reader import globals_read, own, reached
 from fastlr.ghost.introspection import (
     PROXIES,
     behind_proxy,
     built_in_attribute,
     instance_dict,
-    module_dict,
 )
 from fastlr.ghost.reader import Reader, reads, told_by_text
 from fastlr.ghost.tokens import (
@@ -45,9 +45,6 @@ from fastlr.ghost.tokens import (
     closed,
     code,
     number,
-    own,
-    packaged,
-    packaged_function,
     written,
 )
 
@@ -194,7 +191,7 @@ def _function(reader: Reader, value: FunctionType, kind: type, depth: int) -> tu
     token: list[Any] = ["function", which]
     if value.__closure__:
         for held in map(_content_of, value.__closure__):
-            token += [reader.of(part, depth) for part in _reached(held, names)]
+            token += [reader.of(part, depth) for part in reached(held, names)]
     if value.__defaults__ is not None:
         token += "defaults", reader.of(value.__defaults__, depth)
     if value.__kwdefaults__ is not None:
@@ -202,41 +199,10 @@ def _function(reader: Reader, value: FunctionType, kind: type, depth: int) -> tu
     if dict.__len__(value.__dict__):
         token += "attributes", reader.of(value.__dict__, depth)
     if names:
-        token += _globals(reader, value.__globals__, names, min(depth, _GLOBAL_DEPTH))
+        below = min(depth, _GLOBAL_DEPTH)
+        for name, part in globals_read(value, names):
+            token += name, reader.of(part, below)
     return tuple(token)
-
-
-def _globals(reader: Reader, held: dict[str, Any], names: tuple[str, ...], depth: int) -> list[Any]:
-    """The names and tokens of those globals that code with these names may read and may change."""
-    tokens: list[Any] = []
-    for name in names:
-        value = dict.get(held, name)
-        if value is None:
-            continue
-        for part in _reached(value, names):
-            if part is not None and not _unchanging(part):
-                tokens += name, reader.of(part, depth)
-    return tokens
-
-
-def _reached(value: Any, names: tuple[str, ...]) -> Iterable[Any]:
-    """What code with these names may read through a value: it; of a user's module what it names."""
-    if type(value) is not ModuleType:
-        return (value,)
-    if packaged(value):
-        return ()
-    held = module_dict(value)
-    return [held[name] for name in names if name in held]
-
-
-def _unchanging(value: Any) -> bool:
-    """Return True if a value of a global name is a module, or a function or class of a package."""
-    kind = type(value)
-    if kind is FunctionType:
-        return packaged_function(value)
-    if issubclass(kind, type):
-        return closed(value) or issubclass(value, nn.Module)
-    return kind is ModuleType or kind is BuiltinFunctionType
 
 
 def _content_of(cell: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
-from fastlr.ghost.model_io import require_pickable
+from fastlr.ghost.batch import require_pickable
 from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
 
@@ -105,7 +105,7 @@ class TensorInputs(Inputs):
         if not all(isinstance(v, (Tensor, *_PLAIN)) for v in leaves.values()):
             return ""
         tensors = [v for v in leaves.values() if isinstance(v, Tensor)]
-        versions = [(number(t), version(t)) for t in tensors]
+        versions = [(number(t), version(t), t.data_ptr()) for t in tensors]
         known = self._hashes.get(used)
         if known is not None and known[0] == versions:
             return known[1]

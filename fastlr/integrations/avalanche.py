@@ -108,7 +108,7 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         )
         if reading is None:
             return None
-        self.last = reading
+        self.take(reading)
         at = strategy.clock.train_iterations
         return [
             MetricValue(

@@ -117,7 +117,7 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         reading = on_main(measure, main, _broadcast if several else None, model)
         if reading is None:
             return None
-        self.last = reading
+        self.take(reading)
         control = self.trainer.control
         pending = control.should_log
         self.trainer.log(reading.values(self.prefix))

@@ -130,7 +130,7 @@ class LocalRedundancyMonitor(Integration, Callback):
         reading = on_main(measure, trainer.is_global_zero, broadcast, pl_module)
         if reading is None:
             return None
-        self.last = reading
+        self.take(reading)
         values = reading.values(self.prefix)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=reading.step)
@@ -142,11 +142,12 @@ class LocalRedundancyMonitor(Integration, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Lightning saves with its checkpoints."""
-        return self.meter.state_dict()
+        return {**self.meter.state_dict(), **self.course_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.meter.load_state_dict(state_dict)
+        self.load_course(state_dict)
 
     def _target(self, pl_module: Any) -> nn.Module:
         if self.module is None:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.display.verdict import FEWEST, PARTS, Measurement, first_and_last, verdict
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
 from fastlr.ghost.model_io import ModelView, unwrap
+from fastlr.inputs import TensorInputs
 from fastlr.integrations.averaged_weights import Weights, with_weights
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
@@ -307,10 +309,11 @@ class Keeper:
 class Integration:
     """Base of the monitor and the callbacks: when to measure, what to measure, the readings.
 
-    It keeps the last and the best reading.
+    It keeps the last and the best reading, and what the verdict needs of all of them: of each the
+    value, its blocks' parts and the images' values (4 bytes an input).
 
     A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter``
-    measure, keeps the reading in ``last``, and logs it where its framework wants it.
+    measure, gives the reading to `take`, and logs it where its framework wants it.
 
     Raises:
         InputError: wrong arguments, such as both ``every_n_steps`` and ``every_n_epochs``.
@@ -340,6 +343,66 @@ class Integration:
         self.keeper = Keeper(keep_best, mode)
         self.prefix = prefix
         self.last: Reading | None = None
+        self.course: list[Measurement] = []  # after training began
+        self.compared_with: tuple[int, int] | None = None  # those of the course, once fixed
+
+    def take(self, reading: Reading) -> None:
+        """Keep a reading; the first is left out of the verdict if nothing was trained before it."""
+        before_training = self.last is None and not (reading.step or reading.epoch or self.course)
+        self.last = reading
+        if not before_training:
+            self.course.append(Measurement.of(vars(reading.estimate), reading.estimate.per_sample))
+
+    def reference(self) -> None:
+        """Have the verdict compare with the last fifth of the readings so far, three or more.
+
+        Without it, it compares with the first fifth of all of them after training began.
+
+        Raises:
+            InputError: There are fewer than three.
+        """
+        count = len(self.course)
+        if count < FEWEST:
+            raise InputError(
+                f"a reference takes {FEWEST} readings after training began, and there are {count}: "
+                "call reference() later"
+            )
+        self.compared_with = (count - max(FEWEST, count // PARTS), count)
+
+    def verdict(self) -> str:
+        """Say how far local redundancy has moved since training began, and what to believe.
+
+        The last fifth of the readings is held to the first, or to `reference`. They say whether
+        the change is beyond its error, which blocks lost most, and with
+        ``measures=["dormant_ratio"]`` how many units are dormant. See
+        `fastlr.display.verdict.verdict`.
+        """
+        dormant = self.last.measures.get("dormant_ratio") if self.last else None
+        return verdict(
+            self._compared(),
+            len(self.course),
+            dormant=dormant.to_dict() if dormant is not None else None,
+            on_own=isinstance(self.meter.inputs, TensorInputs),
+        )
+
+    def _compared(self) -> tuple[Sequence[Measurement], Sequence[Measurement]] | None:
+        """Return the readings that the verdict compares; None if there are too few."""
+        if self.compared_with is None:
+            return first_and_last(self.course)
+        start, stop = self.compared_with
+        later = self.course[stop:]
+        last = later[-max(FEWEST, len(self.course) // PARTS) :]
+        return None if len(later) < FEWEST else (self.course[start:stop], last)
+
+    def course_state(self) -> dict[str, Any]:
+        """Return what the verdict of a resumed training needs, for a checkpoint."""
+        readings = [reading._asdict() for reading in self.course]
+        return {"course": readings, "compared_with": self.compared_with}
+
+    def load_course(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `course_state`; states of older versions hold none."""
+        self.course = [Measurement(**reading) for reading in state.get("course", [])]
+        self.compared_with = state.get("compared_with")
 
     @property
     def best(self) -> Reading | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from fastlr.display.verdict import verdict
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError
@@ -131,29 +130,12 @@ class Monitor(Integration):
             keep = self.keeper.see if main else None
             reading = self.meter.measure(lambda: self.model, self.steps, self.epochs, keep=keep)
         if reading is not None:
-            self.last = reading
+            self.take(reading)
             self.first = self.first or _numbers(reading)
             self.seconds += reading.seconds
             for logger in self.loggers if main else []:
                 logger.log(reading.values(self.prefix), self.steps)
         return reading
-
-    def verdict(self) -> str:
-        """Say in two sentences how far local redundancy has moved since the first reading.
-
-        They say whether that is beyond its error.
-
-        They also say which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are
-        dormant. See `fastlr.display.verdict.verdict`.
-        """
-        last = _numbers(self.last) if self.last else {}
-        dormant = self.last.measures.get("dormant_ratio") if self.last else None
-        return verdict(
-            self.first,
-            last,
-            dormant.to_dict() if dormant is not None else None,
-            "the first reading",
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint should hold of this monitor.
@@ -161,7 +143,8 @@ class Monitor(Integration):
         A resumed training then measures at the same steps, with the same bits.
         """
         counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
-        return {**counts, **self.keeper.state_dict(), **self.meter.state_dict()}
+        states = self.keeper.state_dict(), self.meter.state_dict(), self.course_state()
+        return {**counts, **states[0], **states[1], **states[2]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
@@ -170,6 +153,7 @@ class Monitor(Integration):
             self.first = dict(state.get("first", {}))  # older states have none
             self.keeper.load_state_dict(state)
             self.meter.load_state_dict(state)
+            self.load_course(state)
         except KeyError as error:
             raise InputError(f"not the state of a Monitor: {error} is missing") from None
 

@@ -13,11 +13,13 @@ from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.model_io import Batch, ModelView, OutputSelector
+from fastlr.ghost.batch import Batch
+from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.torch_private import tree_flatten, tree_map
 
@@ -208,7 +210,7 @@ def gradient_noise_scale(
     Returns:
         Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are
         needed). ``details``: "n", "stderr" (None where it cannot be told), "trace" and
-        "grad_sq_norm", the two estimates, in loss^2 / weight^2.
+        "grad_sq_norm", the two estimates, in loss^2 / weight^2, and "reason" where it is inf.
 
     Raises:
         InputError: fewer than two groups, or fewer samples than two for each. Others: as for
@@ -244,7 +246,11 @@ def gradient_noise_scale(
     if square > 0 and all(s > 0 for _, s in without):
         left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
-    details = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
+    details: dict[str, Any] = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
+    if square <= 0:
+        details["reason"] = (
+            f"the mean gradient of {n} samples cannot be told from zero: more samples are needed"
+        )
     definition = (
         "gradient noise scale: trace of the gradients' covariance over the squared norm of their "
         "mean, eval mode"
@@ -302,7 +308,7 @@ def _parts(
     parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
-    with as_it_was(view.module, view.device):
+    with as_it_was(view.module, view.device), uncompiled():
         for part, labels, whole in _chunks(x, y, batch_size, view.in_dim):
 
             def own(z: Tensor, labels: Any = labels, whole: bool = whole) -> Tensor:

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import sample_count
-from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.state import BufferKeeper, put_back
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import tree_flatten, tree_map
+from fastlr.ops.torch_private import hooks_of_all_modules, tree_flatten, tree_leaves, tree_map
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -77,7 +77,7 @@ class SampleLosses:
         out_dim: the samples' axis of the output.
 
     Raises:
-        InputError: ``loss`` cannot be called.
+        InputError: ``loss`` cannot be called, or is a class.
     """
 
     def __init__(self, loss: Loss, out_dim: int) -> None:
@@ -86,7 +86,7 @@ class SampleLosses:
 
     def state_kept(self) -> AbstractContextManager[Any]:
         """Put back the buffers that a loss with a state writes to, after its backward pass."""
-        return BufferKeeper().kept(self.modules, with_attributes=True)
+        return put_back(BufferKeeper().keep(self.modules, with_attributes=True))
 
     def gradient(self, z: Tensor, y: Any) -> Tensor:
         """Return the gradient of the losses' sum at the output z, in float32 at least.
@@ -132,7 +132,15 @@ class SampleLosses:
         Raises:
             InputError: The loss mixes samples, or is random. Others: as for `gradient`.
         """
-        gradient = self.gradient(z, y)
+        try:
+            gradient = self.gradient(z, y)
+        except Exception as error:
+            if whole or isinstance(error, FastlrError) or out_of_memory(error):
+                raise
+            raise InputError(
+                f"the loss fails on a part of the samples ({first_line(error)}): pass weights that "
+                "it holds by place as a part of y"
+            ) from error
         if z.shape[self.out_dim] > 1 and not self._known(z, y):
             _Company(self, *_fitted(z, y), gradient).require_none(whole=whole)
         return gradient
@@ -141,9 +149,11 @@ class SampleLosses:
         """Return True for a loss of torch's whose elements are known to be of a sample each."""
         if self.out_dim != 0 or z.ndim < 2 or not isinstance(y, Tensor):
             return False
+        if not _of_options_alone(self.given):
+            return False
         kind = type(self.given) if isinstance(self.given, nn.Module) else self.given
         if any(kind is known for known in _ELEMENTWISE):
-            return y.shape == z.shape and _unweighted(self.given)
+            return y.shape == z.shape
         if any(kind is known for known in _OF_CLASSES):
             return y.shape in (z.shape, z.shape[:1] + z.shape[2:])
         return False
@@ -349,19 +359,23 @@ def _rounding(gradient: Tensor) -> float:
     return _ROUNDING[torch.bfloat16 if low else _digits(gradient)]
 
 
-def _unweighted(loss: Any) -> bool:
-    """Return True if a loss has no weights, which could broadcast against the samples."""
-    return all(getattr(loss, name, None) is None for name in ("weight", "pos_weight"))
+def _of_options_alone(loss: Any) -> bool:
+    """Return True if a loss holds no weights, which could broadcast, no hook and no forward."""
+    held = tree_leaves(list(getattr(loss, "__dict__", {}).values()))
+    odd = any(callable(value) or isinstance(value, Tensor) for value in held)
+    return not odd and not any(hooks_of_all_modules())
 
 
 def _unreduced(loss: Loss) -> Loss:
     """Return the loss without its reduction, where it has one."""
-    if not callable(loss):
-        kind = type(loss).__name__
-        raise InputError(f"loss must be a function (output, y) -> losses, not {kind}")
+    if isinstance(loss, type) or not callable(loss):
+        kind = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise InputError(
+            f"loss must be a function (output, y) -> losses, or an instance of a loss, not {kind}"
+        )
     if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
+        if not hasattr(loss, "reduction") or isinstance(loss, torch.jit.ScriptModule):
+            return loss  # a constant, there
         unreduced: Any = copy(loss)  # of the module alone: its parameters and buffers are the same
         unreduced.reduction = "none"
         return unreduced

@@ -1,7 +1,5 @@
 """Where nothing can be measured whatever the model: a clear error, and nothing is changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,11 +9,11 @@ from fastlr.errors import InputError
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     return nn.Linear(3, 2).eval()
 
 
-def calls(model: nn.Module, x: torch.Tensor) -> list:
+def calls(model, x):
     """The public functions that measure, on one model and its inputs."""
     return [
         lambda: fastlr.estimate(model, fastlr.TensorInputs(x), n=4),
@@ -37,8 +35,20 @@ def test_within_vmap_norms_are_refused(model):
     def norms(x):
         return fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2))
 
-    with pytest.raises(InputError, match="torch.func"):
-        torch.func.vmap(norms)(torch.randn(5, 4, 3))
+    def value(x):
+        return fastlr.estimate(model, fastlr.TensorInputs(x), 4).value
+
+    for measure in (norms, value):
+        with pytest.raises(InputError, match="torch.func"):
+            torch.func.vmap(measure)(torch.randn(5, 4, 3))
+
+
+def test_tensors_without_values_are_refused(model):
+    x, v = torch.randn(4, 3), torch.ones(4, 2)
+    with pytest.raises(InputError, match="the cotangent is on meta"):
+        fastlr.per_sample_grad_sq_norms(model, x, v.to("meta"))
+    with pytest.raises(InputError, match="an input tensor is on meta"):
+        fastlr.per_sample_grad_sq_norms(model.to("meta"), x.to("meta"), v)
 
 
 def test_parameters_of_a_transform_are_refused(model):

@@ -48,8 +48,8 @@ def zipped(root: Path, wrapper: str = "") -> Path:
     return target
 
 
-def rows(store: ImageStore, item: int | str, split: str) -> np.ndarray:
-    start, stop = store.range(item, split)
+def rows(store: ImageStore, position: int, split: str) -> np.ndarray:
+    start, stop = store.range(position, split)
     return np.array(store.images[start:stop])
 
 

@@ -40,6 +40,11 @@ def finish(module: str, path: Path, settings: dict[str, Any]) -> None:
     assert process.exitcode == 0
 
 
+def rows(path: Path) -> dict[str, bytes]:
+    """The files of rows of numbers of a run."""
+    return {file.name: file.read_bytes() for file in (path / "checkpoints").glob("*.f32")}
+
+
 def check_kills(
     folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int
 ) -> list[dict[str, Any]]:
@@ -69,6 +74,7 @@ def check_kills(
         finish(module, path, settings)
         assert comparable(path) == wanted, f"killed after {ends[-1]} records"
         assert_same(checkpoint(path), checkpoint(whole))
+        assert rows(path) == rows(whole)
     assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
     print("records when killed:", ends)
     return wanted

@@ -1,8 +1,10 @@
-"""A page of HTML, read again."""
+"""Pages, read again: HTML, and what is fenced in Markdown."""
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 
 class Page(HTMLParser):
@@ -42,3 +44,8 @@ class Page(HTMLParser):
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
+
+
+def fenced(path: Path) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a page in Markdown."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)

@@ -1,7 +1,5 @@
 """Shape images: the plain definition and, bit for bit, the Triton kernel in the interpreter."""
 
-from __future__ import annotations
-
 import interpreter
 import pytest
 import torch
@@ -25,13 +23,13 @@ NORMALISED = (
 ).float()
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a, b):
     return (
         a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
     )
 
 
-def packed(rgb: torch.Tensor) -> torch.Tensor:
+def packed(rgb):
     """RGB in axis 1 to one integer."""
     red, green, blue = rgb.long().unbind(1)
     return red << 16 | green << 8 | blue
@@ -41,27 +39,13 @@ def packed(rgb: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("size", [(3, 32, 32), (3, 33, 47), (1, 7, 5)], ids=str)
-def test_chunks_equal_the_whole(size, channels_last):
-    how = {"size": size, "seed": 3, "channels_last": channels_last}
-    whole = shape_images(0, 9, **how)
-    parts = torch.cat([shape_images(a, b, **how) for a, b in ((0, 1), (1, 2), (2, 6), (6, 9))])
-    assert torch.equal(whole, parts)
-    assert whole.is_contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format
-    )
-
-
 def test_internal_blocks_change_nothing(monkeypatch):
     whole = shape_images(0, 7, size=(3, 32, 40))
     monkeypatch.setattr("fastlr.ops.shape_images._BLOCK_PIXELS", 32 * 40 * 2)
     assert torch.equal(whole, shape_images(0, 7, size=(3, 32, 40)))
 
 
-def painted_by_hand(
-    index: int, seed: int, size: tuple[int, int, int], rectangles: int, circles: int
-) -> torch.Tensor:
+def painted_by_hand(index, seed, size, rectangles, circles):
     """One image, pixel by pixel, from the drawn shapes."""
     shapes = draw_shapes(
         indices(index, index + 1), size=size, rectangles=rectangles, circles=circles, seed=seed
@@ -82,11 +66,23 @@ def painted_by_hand(
     return image
 
 
-@pytest.mark.parametrize("size", [(3, 32, 32), (2, 19, 45), (4, 3, 2), (1, 1, 1)], ids=str)
-def test_pixels_follow_the_geometry(size):
-    images = shape_images(5, 8, size=size, rectangles=4, circles=3, seed=11, dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("size", "rectangles", "circles"),
+    [
+        ((3, 32, 32), 4, 3),
+        ((2, 19, 45), 4, 3),
+        ((4, 3, 2), 4, 3),
+        ((1, 1, 1), 4, 3),
+        ((3, 9, 9), 150, 150),
+        ((3, 6, 6), 0, 0),
+    ],
+    ids=str,
+)
+def test_pixels_follow_the_geometry(size, rectangles, circles):
+    how = {"size": size, "rectangles": rectangles, "circles": circles, "seed": 11}
+    images = shape_images(5, 8, dtype=torch.uint8, **how)
     for i in range(3):
-        assert torch.equal(images[i], painted_by_hand(5 + i, 11, size, 4, 3))
+        assert torch.equal(images[i], painted_by_hand(5 + i, 11, size, rectangles, circles))
 
 
 def test_shapes_obey_their_ranges_and_reach_the_image():
@@ -94,13 +90,15 @@ def test_shapes_obey_their_ranges_and_reach_the_image():
     drawn = draw_shapes(indices(0, 4000), size=(3, height, width), rectangles=5, circles=5, seed=0)
     circle, top, bottom, left, right, _ = drawn
     assert (circle.sum(1) == 5).all()
-    rectangle_h, rectangle_w = (bottom - top)[~circle], (right - left)[~circle]
+    rectangle_h = (bottom - top)[~circle]
+    rectangle_w = (right - left)[~circle]
     assert (rectangle_h.min(), rectangle_h.max()) == (height // 8, height // 2)
     assert (rectangle_w.min(), rectangle_w.max()) == (width // 8, width // 2)
     diameter = (bottom - top)[circle]
     assert torch.equal(diameter, (right - left)[circle])
     assert (diameter.min(), diameter.max()) == (2 * (width // 16) + 1, 2 * (width // 4) + 1)
-    centre_y, centre_x = top + (bottom - top) // 2, left + (right - left) // 2
+    centre_y = top + (bottom - top) // 2
+    centre_x = left + (right - left) // 2
     assert (centre_y.min(), centre_y.max()) == (0, height - 1)
     assert (centre_x.min(), centre_x.max()) == (0, width - 1)
 
@@ -114,11 +112,9 @@ def test_shapes_have_the_sizes_that_are_asked_for():
         "circle_radii": (0.1, 1),
     }
     circle, top, bottom, left, right, _ = draw_shapes(indices(0, 4000), size=(3, 40, 30), **how)
-    heights, widths, diameters = (
-        (bottom - top)[~circle],
-        (right - left)[~circle],
-        (bottom - top)[circle],
-    )
+    heights = (bottom - top)[~circle]
+    widths = (right - left)[~circle]
+    diameters = (bottom - top)[circle]
     assert (heights.min(), heights.max(), widths.min(), widths.max()) == (12, 30, 9, 22)
     assert (diameters.min(), diameters.max()) == (2 * 3 + 1, 2 * 30 + 1)
     images = ShapeImages(
@@ -128,7 +124,8 @@ def test_shapes_have_the_sizes_that_are_asked_for():
     assert torch.equal(raw, shape_images(0, 2, size=(3, 40, 30), dtype=torch.uint8, **how))
     assert not torch.equal(raw, ShapeImages((3, 40, 30), normalize=None).raw(0, 2))
     record = images.to_dict()
-    assert record["rectangle_sides"] == [0.3, 0.75] and record["circle_radii"] == [0.1, 1]
+    assert record["rectangle_sides"] == [0.3, 0.75]
+    assert record["circle_radii"] == [0.1, 1]
 
 
 @pytest.mark.parametrize(
@@ -188,31 +185,6 @@ def test_a_single_shape_is_always_visible(size, rectangles, circles):
         assert found == {below, above} or (min(size[1:]) < 8 and found == {above})
 
 
-def test_most_of_ten_shapes_show_and_the_canvas_too():
-    images = packed(shape_images(0, 100, size=(3, 64, 64), dtype=torch.uint8))
-    seen = torch.tensor([len(image.unique()) for image in images], dtype=torch.float64)
-    assert seen.max() == 11
-    assert seen.mean() > 9
-    colours = draw_shapes(
-        indices(0, 100), size=(3, 64, 64), rectangles=5, circles=5, seed=0
-    ).colours
-    share = (images == packed(colours.transpose(1, 2))[:, 0, None, None]).double().mean()
-    assert 0.3 < share < 0.6
-
-
-def test_no_shapes_leave_the_canvas():
-    images = shape_images(0, 5, size=(3, 6, 6), rectangles=0, circles=0, dtype=torch.uint8)
-    assert (images == images[:, :, :1, :1]).all()
-    assert len(images[:, :, 0, 0].unique(dim=0)) == 5
-
-
-def test_more_than_255_shapes():
-    images = shape_images(
-        0, 2, size=(3, 9, 9), rectangles=150, circles=150, seed=1, dtype=torch.uint8
-    )
-    assert torch.equal(images[1], painted_by_hand(1, 1, (3, 9, 9), 150, 150))
-
-
 def test_seed_and_index_use_all_their_bits():
     def one(index, seed):
         return shape_images(index, index + 1, size=(3, 16, 16), seed=seed, dtype=torch.uint8)
@@ -228,12 +200,6 @@ def test_seed_and_index_use_all_their_bits():
     assert torch.equal(around[1:], one(1 << 32, 1))
     around = shape_images((1 << 63) - 1, (1 << 63) + 1, size=(3, 16, 16), seed=1, dtype=torch.uint8)
     assert torch.equal(around[1:], one(1 << 63, 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_is_one_cast_of_the_table(dtype):
-    how = {"size": (3, 20, 20), "table": NORMALISED}
-    assert torch.equal(shape_images(0, 3, dtype=dtype, **how), shape_images(0, 3, **how).to(dtype))
 
 
 def test_table_maps_bytes():
@@ -263,7 +229,6 @@ FROZEN = [
     [
         ({"size": (3, 224)}, "size"),
         ({"size": (5, 8, 8)}, "channels"),
-        ({"size": (0, 8, 8)}, "channels"),
         ({"size": (3, 0, 8)}, "each side"),
         ({"size": (3, 8, MAX_SIDE + 1)}, "each side"),
         ({"size": (3, 8.0, 8)}, "size"),
@@ -271,17 +236,13 @@ FROZEN = [
         ({"circles": 1.5}, "circles"),
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
-        ({"seed": 0.5}, "seed"),
         ({"start": 4}, "empty"),
         ({"start": -1}, "leaves"),
         ({"stop": (1 << 64) + 1}, "leaves"),
         ({"dtype": torch.int64}, "dtype"),
         ({"dtype": torch.uint8, "table": NORMALISED}, "raw bytes"),
         ({"rectangle_sides": (0.5, 0.25)}, "rectangle_sides must be"),
-        ({"rectangle_sides": (0.5, 1.5)}, "rectangle_sides must be"),
         ({"circle_radii": (-0.1, 0.5)}, "circle_radii must be"),
-        ({"circle_radii": 0.5}, "circle_radii must be"),
-        ({"circle_radii": (0.1, 0.2, 0.3)}, "circle_radii must be"),
         ({"table": NORMALISED[:2]}, "table"),
         ({"table": NORMALISED.double()}, "table"),
     ],
@@ -338,7 +299,7 @@ AT = (
 )  # also by an index tensor
 
 
-def arguments_of(case: str) -> tuple[int, int, dict]:
+def arguments_of(case):
     start, stop, how = CASES[case]
     how = dict(how)
     if "dtype" in how:
@@ -350,7 +311,8 @@ def arguments_of(case: str) -> tuple[int, int, dict]:
 
 RUN_CASES = """
 from fastlr.ops.philox import indices
-shape_images, shape_images_at = ops.get("shape_images", "triton"), ops.get("shape_images_at", "triton")
+shape_images = ops.get("shape_images", "triton")
+shape_images_at = ops.get("shape_images_at", "triton")
 results = {}
 cases, by_number = given
 for name, (a, b, how) in cases.items():
@@ -361,7 +323,7 @@ for name, (a, b, how) in cases.items():
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
+def interpreted(tmp_path_factory):
     """Every case by the Triton kernel in the interpreter."""
     cases = {name: arguments_of(name) for name in CASES}
     return interpreter.interpreted(RUN_CASES, tmp_path_factory.mktemp("interpreted"), (cases, AT))

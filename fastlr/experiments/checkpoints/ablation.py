@@ -24,6 +24,7 @@ from fastlr.experiments.checkpoints.measure import (
     measure_each,
     no_progress,
 )
+from fastlr.experiments.continual.fields import REAL
 from fastlr.experiments.continual.measures import CurrentImages
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.data import ImageStore, split_series
@@ -33,7 +34,6 @@ from fastlr.experiments.runs.folder import stream_seed
 from fastlr.inputs import Inputs, TensorInputs
 
 FEWEST = 3  # checkpoints with which a correlation exists
-REAL = "local_redundancy_real"
 CONTEXT = 512
 
 
@@ -46,14 +46,14 @@ class RealInputs:
         shape: Of one sample: [C, H, W] of an image, [length, features] of a series.
         count: How many.
         what: What they are, in words.
-        note: What must be known of their standard error; empty if nothing.
+        notes: What must be known of their standard error.
     """
 
     inputs: Inputs
     shape: tuple[int, ...]
     count: int
     what: str
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def series(self) -> bool:
@@ -185,15 +185,13 @@ def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
 
     This is the form that `agreement` takes.
     """
-    tasks = {}
-    for i, estimates in enumerate(measured):
-        tasks[i] = {
-            "measures": {
-                name: {"value": e.value, "stderr": e.stderr, "n": e.n}
-                for name, e in estimates.items()
-            }
+    run = ContinualRun(Path("checkpoints"))
+    for place, estimates in enumerate(measured):
+        measures = {
+            name: {"value": e.value, "stderr": e.stderr, "n": e.n} for name, e in estimates.items()
         }
-    return ContinualRun(Path("checkpoints"), tasks=tasks)
+        run.add({"kind": "task", "task": place, "measures": measures})
+    return run
 
 
 def _draw(total: int, n: int, seed: int) -> torch.Tensor:
@@ -204,20 +202,15 @@ def _draw(total: int, n: int, seed: int) -> torch.Tensor:
 def _windows(path: Path, n: int, context: int) -> RealInputs:
     """Evenly spaced windows of the last fifth of a CSV series."""
     windows = split_series(read_series(path), context, horizon=1).validation
-    index = (
-        torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64)
-        .round()
-        .long()
-    )
+    places = torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64)
+    index = places.round().long()
     inputs, _ = windows.batch(index)
     distance = (len(windows) - 1) / max(1, len(inputs) - 1)
-    note = (
-        ""
-        if distance >= context
-        else "The windows overlap, so the standard errors on them are too small."
-    )
+    notes: tuple[str, ...] = ()
+    if distance < context:
+        notes = ("The windows overlap, so the standard errors on them are too small.",)
     what = f"windows of the last fifth of {path.name}"
-    return RealInputs(TensorInputs(inputs), tuple(inputs.shape[1:]), len(inputs), what, note)
+    return RealInputs(TensorInputs(inputs), tuple(inputs.shape[1:]), len(inputs), what, notes)
 
 
 def _images(images: torch.Tensor, what: str) -> RealInputs:

@@ -13,7 +13,8 @@ from scipy.special import stdtrit
 from fastlr.display.sheets import Sheet
 from fastlr.display.tables import pm
 from fastlr.estimator.result import Estimate
-from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS
+from fastlr.experiments.continual.fields import INPUTS
+from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR
 from fastlr.experiments.statistics.bootstrap import LEVEL
 
 CONSTANT = (
@@ -22,20 +23,20 @@ CONSTANT = (
 )
 
 
-def few_checkpoints(n: int) -> str:
-    """Say what correlations of ``n`` checkpoints are worth; empty where they have a standard error.
+def few_checkpoints(n: int) -> list[str]:
+    """Say what correlations of ``n`` checkpoints are worth; nothing if they have a standard error.
 
-    >>> few_checkpoints(5)[:60], few_checkpoints(91)
-    ('With 5 checkpoints r has no standard error: unrelated number', '')
+    >>> few_checkpoints(5)[0][:60], few_checkpoints(91)
+    ('With 5 checkpoints r has no standard error: unrelated number', [])
     """
     if n >= FEWEST_FOR_ERROR:
-        return ""
+        return []
     t = float(stdtrit(n - 2, 1 - LEVEL / 2))
-    return (
+    return [
         f"With {n} checkpoints r has no standard error: unrelated numbers reach |r| of "
         f"{t / math.sqrt(n - 2 + t * t):.2f} once in 20 times, and a trend that all checkpoints of "
         "a training follow makes r large by itself. It describes these checkpoints, no others."
-    )
+    ]
 
 
 def checkpoints_sheet(
@@ -45,18 +46,12 @@ def checkpoints_sheet(
 
     Every value has its standard error.
     """
-    columns = (
-        "checkpoint",
-        *(f"{INPUTS[kind]} (n = {estimate.n})" for kind, estimate in measured[0].items()),
-    )
-    rows = tuple(
-        (name, *(pm(estimate.value, estimate.stderr) for estimate in estimates.values()))
-        for name, estimates in zip(names, measured)
-    )
-    return Sheet(
-        "checkpoints",
-        "Local redundancy, with its standard error from the samples",
-        columns,
-        rows,
-        tuple(notes),
-    )
+    columns = ["checkpoint"]
+    for kind, estimate in measured[0].items():
+        columns.append(f"{INPUTS[kind]} (n = {estimate.n})")
+    rows = []
+    for name, estimates in zip(names, measured):
+        cells = [pm(estimate.value, estimate.stderr) for estimate in estimates.values()]
+        rows.append((name, *cells))
+    title = "Local redundancy, with its standard error from the samples"
+    return Sheet("checkpoints", title, columns, rows, notes)

@@ -12,7 +12,7 @@ from torch import nn
 import fastlr
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.result import Estimate
-from fastlr.experiments.continual.summaries import INPUTS
+from fastlr.experiments.continual.fields import INPUTS
 from fastlr.models.loading import load_state_dict, read_checkpoint
 
 ProgressContext = Callable[[str, int], AbstractContextManager[Any]]

@@ -119,7 +119,9 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
     tests = []
     for first, second in combinations(order, 2):
         difference, stderr = paired_difference(estimates[first], estimates[second])
-        z = difference / stderr if stderr > 0 else math.inf if difference else 0.0
+        z = math.inf if difference else 0.0
+        if stderr > 0:
+            z = difference / stderr
         tests.append((first, second, difference, stderr, z, 2 * NormalDist().cdf(-abs(z))))
     adjusted = _holm([test[-1] for test in tests])
     pairs = tuple(PairedTest(*test, adjusted=p) for test, p in zip(tests, adjusted))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style_rows
-from fastlr.display.sheets import DASH, Columns, Sheet
+from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, style_rows, title_of_all
+from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.tables import pm
 from fastlr.experiments.checkpoints.ranking import PairedTest, Ranking
 
@@ -35,20 +34,13 @@ def verdict(ranked: Ranking) -> str:
 def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
     """The checkpoints, best first, with the paired difference of the best from each."""
     n = ranked.estimates[ranked.best].n
-    pairs = {name: ranked.against_best(name) for name in ranked.estimates}
-    places = {name: place for place, name in enumerate(ranked.estimates, 1)}
-    columns: Columns[str] = {
-        "checkpoint": str,
-        "rank": lambda name: str(places[name]),
-        "local redundancy": lambda name: pm(
-            ranked.estimates[name].value, ranked.estimates[name].stderr
-        ),
-        "best minus": lambda name: (
-            pm(pair.difference, pair.stderr) if (pair := pairs[name]) else DASH
-        ),
-        "z": lambda name: f"{pair.z:.1f}" if (pair := pairs[name]) else DASH,
-        "p": lambda name: _p(pair.adjusted) if (pair := pairs[name]) else DASH,
-    }
+    rows = []
+    for place, (name, estimate) in enumerate(ranked.estimates.items(), 1):
+        pair = ranked.against_best(name)
+        cells = [DASH] * 3
+        if pair is not None:
+            cells = [pm(pair.difference, pair.stderr), f"{pair.z:.1f}", _p(pair.adjusted)]
+        rows.append((name, str(place), pm(estimate.value, estimate.stderr), *cells))
     texts = [
         verdict(ranked),
         f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
@@ -63,13 +55,14 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
             f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: "
             "take more."
         )
-    return Sheet.of(
-        "ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes]
-    )
+    columns = ("checkpoint", "rank", "local redundancy", "best minus", "z", "p")
+    title = "Checkpoints by local redundancy"
+    return Sheet("ranking", title, columns, rows, [*texts, *notes])
 
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:
     """The ranking for JSON: best, verdict, every estimate and every pair."""
+    estimates = ranked.estimates.items()
     return {
         "best": ranked.best,
         "distinguishable": ranked.distinguishable,
@@ -77,15 +70,12 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
         "verdict": verdict(ranked),
         "level": ranked.level,
         "test": "paired z over inputs, two-sided, Holm's correction for all pairs",
-        "ranking": [
-            {"checkpoint": name, **estimate.to_dict()}
-            for name, estimate in ranked.estimates.items()
-        ],
-        "pairs": [vars(pair) for pair in ranked.pairs],
+        "ranking": [{"checkpoint": name, **estimate.to_dict()} for name, estimate in estimates],
+        "pairs": list(map(vars, ranked.pairs)),
     }
 
 
-def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
+def ranking_chart(ranked: Ranking) -> Any:
     """Draw each checkpoint's local redundancy, best first, and its paired difference from the best.
 
     The intervals are of 95 %.
@@ -100,23 +90,15 @@ def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
     right.axvline(0, color=MUTED, linewidth=1)
     left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
-    for axes, text in (
-        (
-            left,
-            f"local redundancy, n = {ranked.estimates[names[0]].n} inputs (± 1.96 standard errors)",
-        ),
-        (right, f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"),
-    ):
-        style_rows(axes, text, fontsize=8)
+    inputs = ranked.estimates[names[0]].n
+    style_rows(left, f"local redundancy, n = {inputs} inputs (± 1.96 standard errors)", fontsize=8)
+    text = f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"
+    style_rows(right, text, fontsize=8)
+    for axes in (left, right):
         axes.tick_params(axis="y", length=0)
-    figure.suptitle(
-        "Checkpoints by local redundancy; orange: not distinguishable from the best",
-        x=0.01,
-        ha="left",
-        fontsize=10,
-        color=INK,
-    )
-    return save_figure(figure, path)
+    title = "Checkpoints by local redundancy; orange: not distinguishable from the best"
+    title_of_all(figure, title)
+    return figure
 
 
 def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> None:

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr import metrics
-from fastlr.display.sheets import Columns, Sheet
+from fastlr.display.sheets import Sheet
 from fastlr.errors import InputError
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.data import ImageStore, Windows, normalise, open_series, split_series
 from fastlr.experiments.training.forecaster import Forecaster
 from fastlr.experiments.transfer.experiment import pick
+from fastlr.experiments.transfer.fields import STRATEGIES, strategy
 from fastlr.experiments.transfer.measures import Probe, weights_and_units
-from fastlr.experiments.transfer.options import STRATEGIES, TransferOptions
-from fastlr.experiments.transfer.tables import short
+from fastlr.experiments.transfer.options import TransferOptions
 from fastlr.ghost.model_io import select_output
 from fastlr.models.loading import load_state_dict, read_checkpoint
 
@@ -182,12 +182,9 @@ class Strategies:
         device, self.names = next(model.parameters()).device, names
         self._source = None if source is None else open_labelled(source, model, context, device)
         of_probe = None if target is None else open_labelled(target, model, context, device)
-        kind = (
-            "images"
-            if any(data and data.classes for data in (self._source, of_probe))
-            else "series"
-        )
-        size = batch_size or BATCH[kind]
+        given = [data for data in (self._source, of_probe) if data is not None]
+        has_images = any(data.classes for data in given)
+        size = batch_size or BATCH["images" if has_images else "series"]
         precision: Any = dtype
         self.options = TransferOptions(
             seed=seed, dtype=precision, batch_size=size, norm_batch=min(256, size)
@@ -285,27 +282,21 @@ def picks(
 
 def strategies_sheet(found: Mapping[str, Mapping[str, Any]]) -> Sheet:
     """Return the table of checkpoints by strategies; the pick of each strategy is marked."""
-
-    def cell(name: str) -> Callable[[str], str]:
-        one = found[name]
-        return lambda checkpoint: (
-            f"{one['candidates'][checkpoint]:.4g}" + (" *" if one["pick"] == checkpoint else "  ")
-        )
-
-    checkpoints = list(next(iter(found.values()))["candidates"])
-    columns: Columns[str] = {"checkpoint": str, **{short(name): cell(name) for name in found}}
+    shorts = {name: strategy(name).short for name in found}
+    rows = []
+    for checkpoint in next(iter(found.values()))["candidates"]:
+        cells = []
+        for one in found.values():
+            mark = "*" if one["pick"] == checkpoint else " "
+            cells.append(f"{one['candidates'][checkpoint]:.4g} {mark}")
+        rows.append((checkpoint, *cells))
     told = "; ".join(
-        f"{short(name)} ({one['rule']}): {one['definition']}" for name, one in found.items()
+        f"{shorts[name]} ({one['rule']}): {one['definition']}" for name, one in found.items()
     )
     notes = [
         f"*: the checkpoint that the strategy picks, with the least or the greatest value. {told}."
     ]
     if "linear_probe" in found:
         notes.append("† Sees the data of the next task before it selects.")
-    return Sheet.of(
-        "strategies",
-        "Checkpoints by the paper's strategies (its Table 3)",
-        checkpoints,
-        columns,
-        notes,
-    )
+    title = "Checkpoints by the paper's strategies (its Table 3)"
+    return Sheet("strategies", title, ("checkpoint", *shorts.values()), rows, notes)

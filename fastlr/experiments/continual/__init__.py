@@ -10,9 +10,9 @@ Source: paper, section 4.1 and appendices A.1, A.4, A.5.
 """
 
 from fastlr.experiments.continual.association import Correlation, TooShort, correlations
+from fastlr.experiments.continual.fields import INPUTS
 from fastlr.experiments.continual.records import ContinualRun, read_run, read_runs
 from fastlr.experiments.continual.summaries import (
-    INPUTS,
     Agreement,
     Cost,
     ForgettingBlock,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.records import HORIZON, ContinualRun
-from fastlr.experiments.runs.records import Array
+from fastlr.experiments.runs.records import Array, all_measures, logarithm
 from fastlr.experiments.statistics.bootstrap import (
     SHORTEST_BLOCK,
     block_length,
@@ -32,8 +34,39 @@ FREEDOM = 2  # blocks beyond those two that all runs must have together: four bl
 KINDS = ("semi-partial", "partial")
 METHODS = ("pearson", "spearman")
 TRANSFORMS = ("raw", "log")
-TARGETS = ("future accuracy", "forgetting")
 _LEADER = "local_redundancy"
+
+
+class Target(NamedTuple):
+    """What measures are correlated with.
+
+    Attributes:
+        label: In words.
+        definition: With the tasks that it is of.
+        table: Number of the paper's table.
+        series: (run, horizon) to its values by task.
+    """
+
+    label: str
+    definition: str
+    table: int
+    series: Callable[[ContinualRun, int], Array]
+
+
+TARGETS = {
+    "future accuracy": Target(
+        "accuracy of the next 10 tasks",
+        "the mean accuracy of the next 10 tasks",
+        1,
+        ContinualRun.future_accuracy,
+    ),
+    "forgetting": Target(
+        "forgetting",
+        "forgetting (of this task by the next)",
+        2,
+        lambda run, _horizon: run.forgetting,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +133,9 @@ class TooShort:
 
     def __str__(self) -> str:
         runs = ", ".join(f"{name} has {n}" for name, n in self.counts.items())
-        end = f" ({HORIZON} more must follow the last one)" if self.target == TARGETS[0] else ""
+        end = ""
+        if self.target == "future accuracy":
+            end = f" ({HORIZON} more must follow the last one)"
         return (
             f"Too short for correlations with {self.target}: {runs} usable tasks, and a block "
             f"bootstrap needs at least {SHORTEST_BLOCK * (FREEDOM + 1) + 1} in a single run, or "
@@ -145,24 +180,19 @@ def correlations(
         InputError: No runs, an unknown target, a block that does not fit, or fewer than 2
             resamples.
 
-    Source: paper, section 4.1, Tables 1 and 2.
+    Source: paper, section 4.1, Table 1 and, of forgetting, Table 2.
     """
     if not runs:
         raise InputError("no runs to correlate")
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}")
-    names = (
-        list(measures)
-        if measures is not None
-        else list(dict.fromkeys(m for run in runs for m in run.measures))
-    )
-    targets = [
-        run.future_accuracy(horizon) if target == TARGETS[0] else run.forgetting for run in runs
-    ]
+    names = all_measures(runs) if measures is None else measures
+    targets = [TARGETS[target].series(run, horizon) for run in runs]
     usable = [int(np.isfinite(values).sum()) for values in targets]
-    spans = {
-        i: _span(values, length, horizon) for i, values in enumerate(targets) if usable[i] >= fewest
-    }
+    spans = {}
+    for index, n in enumerate(usable):
+        if n >= fewest:
+            spans[index] = _span(targets[index], length, horizon)
     if sum(span.blocks - 2 for span in spans.values()) < FREEDOM:
         return TooShort(target, {run.name: n for run, n in zip(runs, usable)}, fewest)
 
@@ -173,7 +203,7 @@ def correlations(
         for key, part in _one_run(runs[index], targets[index], names, span, weights, fewest):
             parts.setdefault(key, []).append(part)
     pooled = {key: _pooled(target, key, of_runs) for key, of_runs in parts.items()}
-    return [_with_lead(pooled.get((_LEADER, *key[1:])), entry) for key, entry in pooled.items()]
+    return [_with_lead(pooled.get((_LEADER, *key[1:])), *entry) for key, entry in pooled.items()]
 
 
 _Key = tuple[str, str, str, str]  # measure, kind, method, transform
@@ -208,9 +238,9 @@ def _span(target: Array, length: int | None, horizon: int) -> _Span:
     start, stop = int(known[0]), int(known[-1]) + 1
     if length is not None and not 1 <= length <= stop - start:
         raise InputError(f"blocks of {length} tasks cannot be drawn from {stop - start}")
-    return _Span(
-        start, stop, length or min(block_length(stop - start, horizon), (stop - start) // 2)
-    )
+    if length is None:
+        length = min(block_length(stop - start, horizon), (stop - start) // 2)
+    return _Span(start, stop, length)
 
 
 def _one_run(
@@ -227,39 +257,32 @@ def _one_run(
     for name in names:
         raw = run.measure(name)[span.start : span.stop]
         known = np.isfinite(raw) & np.isfinite(target)
-        task, y = np.arange(span.start, span.stop, dtype=np.float64)[known], target[known]
-        for transform in TRANSFORMS:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                x = np.log(raw[known]) if transform == "log" else raw[known]
-            for kind in KINDS:
-                partial = kind == "partial"
-                reason = _why_none(raw[known], x, task, transform, partial, fewest)
-                for method in METHODS:
-                    key = (name, kind, method, transform)
-                    if reason:
-                        yield key, reason
-                        continue
-                    if (mask := known.tobytes()) not in prepared:
-                        prepared[mask] = Resampled(weights[:, known], task, y)
-                    value = correlation(
-                        method, residuals(x, task) if partial else x, residuals(y, task)
-                    )
-                    yield (
-                        key,
-                        _Part(
-                            value, getattr(prepared[mask], method)(x, partial=partial), len(x), span
-                        ),
-                    )
+        task = np.arange(span.start, span.stop, dtype=np.float64)[known]
+        for transform, kind in product(TRANSFORMS, KINDS):
+            partial = kind == "partial"
+            x = raw[known] if transform == "raw" else logarithm(raw[known])
+            reason = _why_none(x, task, partial, fewest)
+            mask = known.tobytes()
+            if not reason and mask not in prepared:
+                prepared[mask] = Resampled(weights[:, known], task, target[known])
+            for method in METHODS:
+                found: _Part | str = reason
+                if not reason:
+                    of_it = residuals(x, task) if partial else x
+                    value = correlation(method, of_it, residuals(target[known], task))
+                    replicates = getattr(prepared[mask], method)(x, partial=partial)
+                    found = _Part(value, replicates, len(x), span)
+                yield (name, kind, method, transform), found
 
 
-def _why_none(raw: Array, x: Array, task: Array, transform: str, partial: bool, fewest: int) -> str:
+def _why_none(x: Array, task: Array, partial: bool, fewest: int) -> str:
     """Say why a measure has no correlation; return the empty string if it has one.
 
-    ``raw`` are the measure's values, ``x`` the same after its transform.
+    ``x`` is NaN where the measure has no logarithm.
     """
-    if len(raw) < fewest:
-        return f"recorded at {len(raw)} usable tasks only, fewer than {fewest}"
-    if transform == "log" and (raw <= 0).any():
+    if len(x) < fewest:
+        return f"recorded at {len(x)} usable tasks only, fewer than {fewest}"
+    if np.isnan(x).any():
         return "no logarithm: it is zero or negative at times"
     if constant(x):
         return "constant"
@@ -273,11 +296,12 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
     parts = [part for part in of_runs if isinstance(part, _Part)]
     if not parts:
         return replace(none, note=str(of_runs[0])), np.empty(0)
-    n, blocks = sum(part.n for part in parts), sum(part.span.blocks for part in parts)
+    n = sum(part.n for part in parts)
+    blocks = sum(part.span.blocks for part in parts)
     value = sum(part.n / n * part.value for part in parts)
-    replicates = sum(
-        (part.n / n * part.replicates for part in parts), np.zeros(len(parts[0].replicates))
-    )
+    replicates = np.zeros_like(parts[0].replicates)
+    for part in parts:
+        replicates += part.n / n * part.replicates
     pooled = replace(
         none,
         value=value,
@@ -292,17 +316,14 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
 
 
 def _with_lead(
-    leader: tuple[Correlation, Array] | None, entry: tuple[Correlation, Array]
+    leader: tuple[Correlation, Array] | None, other: Correlation, replicates: Array
 ) -> Correlation:
     """Add how far local redundancy leads, if it was measured in the same runs."""
-    (other, replicates), runs = entry, len(entry[0].per_run)
-    if (
-        leader is None
-        or leader[0].measure == other.measure
-        or not runs
-        or len(leader[0].per_run) != runs
-    ):
+    if leader is None or leader[0].measure == other.measure:
         return other
     ahead, replicates_ahead = leader
+    runs = len(other.per_run)
+    if not runs or len(ahead.per_run) != runs:
+        return other
     spread = deviation(replicates_ahead - replicates, other.blocks, runs)
     return replace(other, lead=ahead.value - other.value, lead_stderr=spread)

@@ -6,16 +6,27 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
-from fastlr.experiments.continual.findings import brief, ends
-from fastlr.experiments.continual.options import INTERVENTIONS, ContinualOptions
+from fastlr.display.verdict import brief
+from fastlr.experiments.continual.findings import ends
+from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
-from fastlr.experiments.runs.records import Array, as_dict, finite, number
+from fastlr.experiments.runs.records import (
+    Array,
+    all_measures,
+    differs,
+    finite,
+    grouped,
+    mean_of_known,
+    measured,
+    number,
+)
 
 _REDUNDANCY = "local_redundancy"  # and its kinds, whose names begin with it
 
@@ -25,22 +36,23 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
 
     The groups are named by their folders if these differ, else by their options.
     """
-    defaults = {key: getattr(ContinualOptions(), key) for key in INTERVENTIONS}
-    settings = [{key: run.options.get(key, defaults[key]) for key in defaults} for run in runs]
-    varying = [key for key in defaults if any(s[key] != settings[0][key] for s in settings)]
-    groups: dict[str, list[ContinualRun]] = {}
-    changes: dict[str, dict[str, object]] = {}
-    for run, setting in zip(runs, settings):
+    defaults = vars(ContinualOptions())
+    settings = [{key: defaults[key] for key in COMPARED} | run.options for run in runs]
+    varying = [key for key in sorted(COMPARED) if differs(key, settings)]
+    changes = []  # of each run from the defaults
+    for setting in settings:
         changed = {key: setting[key] for key in varying if setting[key] != defaults[key]}
-        group = json.dumps(changed, sort_keys=True)
-        changes[group] = dict(sorted(changed.items()))
-        groups.setdefault(group, []).append(run)
-    fewest_first = sorted(groups, key=lambda group: len(changes[group]))
-    names = _folder_names([groups[group] for group in fewest_first])
+        changes.append(json.dumps(changed, sort_keys=True))
+    told = [(json.loads(text), group) for text, group in grouped(runs, changes)]
+    told.sort(key=lambda group: len(group[0]))
+    names = _folder_names([group for _, group in told])
     if names is None:
-        told = (changes[group].items() for group in fewest_first)
-        names = [", ".join(f"{key}={value}" for key, value in items) for items in told]
-    return {name or "none": groups[group] for name, group in zip(names, fewest_first)}
+        names = [_in_words(changed) for changed, _ in told]
+    return {name or "none": group for name, (_, group) in zip(names, told)}
+
+
+def _in_words(changed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _folder_names(groups: Sequence[Sequence[ContinualRun]]) -> list[str] | None:
@@ -62,7 +74,7 @@ def course_sheets(groups: Mapping[str, Sequence[ContinualRun]]) -> list[Sheet]:
 
     The columns are: untrained, in the first and in the last fifth.
     """
-    names = [name for group in groups.values() for run in group for name in run.measures]
+    names = all_measures(run for group in groups.values() for run in group)
     measured = order(name for name in names if name.startswith(_REDUNDANCY))
     return [_course_sheet(groups, name) for name in measured]
 
@@ -82,7 +94,7 @@ def _course_sheet(groups: Mapping[str, Sequence[ContinualRun]], measure: str) ->
         "the standard deviation of their logarithms."
     )
     slug, title = f"course{measure.removeprefix(_REDUNDANCY)}", f"Over the run: {label(measure)}"
-    return Sheet(slug, title, columns, tuple(rows), (note,))
+    return Sheet(slug, title, columns, rows, (note,))
 
 
 def _accuracy_of_fifth(runs: Sequence[ContinualRun], end: int) -> float:
@@ -95,7 +107,7 @@ def _mean_logarithms(run: ContinualRun, measure: str) -> list[float]:
 
     They are NaN where it was not measured.
     """
-    start = np.array([number(as_dict(run.start, measure).get("value"))])
+    start = np.array([number(measured(run.untrained, measure).get("value"))])
     parts = (start, *ends(run.measure(measure)))
     return [mean_of_known(np.log(part[part > 0])) for part in parts]
 
@@ -104,12 +116,6 @@ def _factor_between_seeds(logs: Array) -> str:
     """Write the standard deviation of logarithms over seeds as a factor."""
     known = finite(logs)
     return f"x {math.exp(known.std(ddof=1)):.2f}" if len(known) > 1 else DASH
-
-
-def mean_of_known(values: ArrayLike) -> float:
-    """Return the mean of those that are finite; NaN if none is."""
-    known = finite(values)
-    return float(known.mean()) if len(known) else math.nan
 
 
 def geometric(logs: ArrayLike) -> str:

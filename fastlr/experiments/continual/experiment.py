@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fastlr.errors import InputError
-from fastlr.experiments.continual.interventions import layer_norm_for_batch_norm
+from fastlr.experiments.continual.fields import LEARNING_SPEED
+from fastlr.experiments.continual.interventions.plain import layer_norm_for_batch_norm
 from fastlr.experiments.continual.measures import Measurer
 from fastlr.experiments.continual.options import (
     MEMORISED,
@@ -41,6 +42,7 @@ from fastlr.experiments.data import (
     synthetic_store,
 )
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import (
     Run,
     random_states,
@@ -52,6 +54,7 @@ from fastlr.experiments.training.options import BEFORE
 from fastlr.models import load_model
 
 INITIAL = "initial.pt"
+PER_IMAGE = "local_redundancy.f32"  # a row of each reading: its synthetic images' values
 
 
 def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]:
@@ -108,6 +111,8 @@ def _carry_on(
         return
 
     def commit(record: dict[str, Any], position: int, accuracy: float | None) -> None:
+        if record["measures"] and measurer.per_image is not None:
+            run.write_row(PER_IMAGE, position // options.measure_every, measurer.per_image)
         resumable = {"chunks": measurer.chunks, "random": random_states(), **trainer.state()}
         run.commit(record, {"position": position, "accuracy": accuracy, **resumable})
         report(Progress(position, options.tasks, 0, options.epochs, record))
@@ -152,15 +157,21 @@ def _learn(
     options = trainer.options
     began = time.perf_counter()
 
+    trainer.first_epoch_accuracy = None
+
     def report_epoch(epoch: int) -> None:
+        if epoch == 1 and LEARNING_SPEED in options.measures:
+            trainer.first_epoch_accuracy = trainer.accuracy(task.test_x, task.test_y)
         report(Progress(number, options.tasks, epoch, options.epochs, None))
 
     loss = trainer.learn(task, number, report_epoch)  # ends by waiting for the device
     trained = time.perf_counter()
-    accuracy = None if loss is None else trainer.accuracy(task.test_x, task.test_y)
-    previous_accuracy = (
-        None if previous is None else trainer.accuracy(previous.test_x, previous.test_y)
-    )
+    is_skipped = loss is None
+    accuracy = None if is_skipped else trainer.accuracy(task.test_x, task.test_y)
+    previous_accuracy = None
+    if previous is not None:
+        previous_accuracy = trainer.accuracy(previous.test_x, previous.test_y)
+    of_interventions = {} if is_skipped else _intervention_records(trainer)
     return {
         "train_images": len(task.train_y),
         "test_images": len(task.test_y),
@@ -170,8 +181,8 @@ def _learn(
         "train_loss": loss,
         "optimiser_state": options.optimiser_state,
         "step": trainer.step_mode,
-        "skipped": "nan loss" if loss is None else None,
-        "interventions": {} if loss is None else _intervention_records(trainer),
+        "skipped": "nan loss" if is_skipped else None,
+        "interventions": of_interventions,
         "measures": {},
         "seconds": {"train": trained - began, "evaluate": time.perf_counter() - trained},
     }
@@ -203,17 +214,10 @@ def _finished(options: ContinualOptions, records: Sequence[Mapping[str, Any]]) -
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
-    """Accuracy, and local redundancy where it was measured."""
-    accuracy, redundancy = (
-        record.get("accuracy"),
-        record["measures"].get("local_redundancy", {}).get("value"),
-    )
-    return {
-        "accuracy": (record.get("skipped") or "")
-        if accuracy is None
-        else f"{100 * accuracy:.1f} %",
-        "LR": "" if redundancy is None else f"{redundancy:.4g}",
-    }
+    """Accuracy, or why the task was skipped, and local redundancy where it was measured."""
+    found = texts(record, (ACCURACY, REDUNDANCY))
+    found["accuracy"] = record.get("skipped") or found["accuracy"]
+    return found
 
 
 DRIVER = Driver(
@@ -229,5 +233,7 @@ DRIVER = Driver(
     finished=_finished,
     before={**BEFORE, "redundancy_probe": "rademacher"},
     shown=_shown,
+    report="fastlr.experiments.continual.report:write_report",
+    analysed=("resamples", "seed", "pool"),
 )
 begin, resume = DRIVER.begin, DRIVER.resume

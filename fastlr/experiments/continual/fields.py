@@ -6,51 +6,84 @@ parameters alone that are entered in `fastlr.metrics` need no line here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from fastlr.experiments.runs.fields import Field, by_name
 from fastlr.metrics.weights import OF_PARAMETERS
 
-
-@dataclass(frozen=True)
-class Field:
-    """A measure in the records of a run.
-
-    Attributes:
-        name: In records, and for ``--set measures=``.
-        label: In words.
-        unit: Of its axis.
-        metric: Its name in `fastlr.metrics`; empty for local redundancy.
-        inputs: What local redundancy is measured on; empty for others.
-    """
-
-    name: str
-    label: str
-    unit: str = "value"
-    metric: str = ""
-    inputs: str = ""
-
-
-_LISTED = (
-    Field("local_redundancy", "local redundancy", inputs="synthetic shapes"),
-    Field("local_redundancy_noise", "LR on noise", inputs="images of Gaussian noise"),
+SHAPES = "local_redundancy"
+THIS_TASK = "local_redundancy_this_task"
+LEARNING_SPEED = "learning_speed"
+REFERENCE = "local_redundancy_next_task"
+REAL = "local_redundancy_real"
+_REDUNDANCIES = by_name(
+    Field(SHAPES, "local redundancy", "shapes", inputs="synthetic shapes"),
     Field(
-        "local_redundancy_next_task", "LR on next task", inputs="training images of the next task"
+        "local_redundancy_noise",
+        "LR on noise",
+        "Gaussian noise",
+        inputs="images of Gaussian noise",
     ),
-    Field("weight_norm", "weight norm", "l2 norm", "weight_norm"),
-    Field("distance_from_init", "distance from init", "l2 norm", "distance_from_init"),
-    Field("dormant_ratio", "dormant ratio", "share of units", "dormant_ratio"),
-    Field("dormant_ratio_tau", "dormant ratio tau", "share of units", "dormant_ratio_tau"),
-    Field("train_grad_norm", "training grad norm", "mean squared l2 norm", "train_grad_norm"),
-    Field("batch_grad_norm", "batch grad norm", "squared l2 norm", "train_grad_norm_batch"),
-    Field("effective_rank", "effective rank", "rank", "effective_rank_entropy"),
-    Field("srank", "srank", "rank", "effective_rank"),
-    Field("feature_rank", "feature rank", "rank", "feature_rank"),
+    Field(
+        REFERENCE,
+        "LR on next task",
+        "next task's real images",
+        inputs="training images of the next task",
+    ),
 )
-MEASURES = tuple(field.name for field in _LISTED)  # taken unless a run is told otherwise
-FIELDS = dict(zip(MEASURES, _LISTED))
+FIELDS = _REDUNDANCIES | by_name(
+    Field("weight_norm", "weight norm", unit="l2 norm", metric="weight_norm"),
+    Field("distance_from_init", "distance from init", unit="l2 norm", metric="distance_from_init"),
+    Field("dormant_ratio", "dormant ratio", unit="share of units", metric="dormant_ratio"),
+    Field(
+        "dormant_ratio_tau",
+        "dormant ratio tau",
+        unit="share of units",
+        metric="dormant_ratio_tau",
+    ),
+    Field(
+        "train_grad_norm",
+        "training grad norm",
+        unit="mean squared l2 norm",
+        metric="train_grad_norm",
+    ),
+    Field(
+        "batch_grad_norm",
+        "batch grad norm",
+        unit="squared l2 norm",
+        metric="train_grad_norm_batch",
+    ),
+    Field("effective_rank", "effective rank", unit="rank", metric="effective_rank_entropy"),
+    Field("srank", "srank", unit="rank", metric="effective_rank"),
+    Field("feature_rank", "feature rank", unit="rank", metric="feature_rank"),
+)
+MEASURES = tuple(FIELDS)  # taken unless a run is told otherwise
+# Taken where a run is told so.
+_REDUNDANCIES[THIS_TASK] = Field(
+    THIS_TASK,
+    "LR on this task",
+    "the task's real images",
+    inputs="training images of the task just learned",
+)
+FIELDS |= by_name(
+    _REDUNDANCIES[THIS_TASK],
+    Field(LEARNING_SPEED, "accuracy after one epoch", unit="share", percent=True),
+    Field(
+        "gradient_noise_scale",
+        "gradient noise scale",
+        unit="images",
+        metric="gradient_noise_scale",
+    ),
+    Field("trainability", "trainability", unit="share of a guess's loss", metric="trainability"),
+    Field("curvature_rank", "curvature rank", unit="rank", metric="curvature_rank"),
+)
 for _name, _measure in OF_PARAMETERS.items():
     if _name not in FIELDS:
-        FIELDS[_name] = Field(_name, _measure.label, _measure.unit, _name)
+        FIELDS[_name] = Field(_name, _measure.label, unit=_measure.unit, metric=_name)
+# Of checkpoints, whose real inputs may be of any kind; the other redundancies are theirs too.
+OF_CHECKPOINTS = by_name(
+    Field("local_redundancy_series", "LR on series", "Gaussian series"),
+    Field(REAL, "LR on real inputs", "real inputs"),
+)
+INPUTS = {name: field.short for name, field in (_REDUNDANCIES | OF_CHECKPOINTS).items()}
 # Rows of tables: as in the paper's Table 1, which has the distance before the norm.
 ROWS = list(FIELDS)
 ROWS.insert(ROWS.index("weight_norm"), ROWS.pop(ROWS.index("distance_from_init")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,22 +13,23 @@ from fastlr.display.figures import (
     INK,
     MUTED,
     count_axis,
+    dashed_line,
     error_band,
+    legend,
     legend_below,
     log_axis,
     new_figure,
-    save_figure,
     style,
     style_rows,
+    title_of_all,
 )
 from fastlr.display.record import counted
 from fastlr.display.tables import group_to_fit
-from fastlr.experiments.continual.association import Correlation
-from fastlr.experiments.continual.fields import FIELDS
+from fastlr.experiments.continual.association import TARGETS, Correlation
+from fastlr.experiments.continual.fields import FIELDS, INPUTS, SHAPES
 from fastlr.experiments.continual.records import ContinualRun
-from fastlr.experiments.continual.summaries import INPUTS
-from fastlr.experiments.continual.tables import TARGET_LABELS, hundred, label, order
-from fastlr.experiments.runs.records import Array, finite, number
+from fastlr.experiments.continual.tables import hundred, label, order
+from fastlr.experiments.runs.records import Array, all_measures, finite, logarithm, number
 
 _SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
 _NAMES = 24  # on an axis, at most
@@ -45,69 +45,52 @@ _CORRELATIONS = {  # above or below the row's middle, colour, marker, name
     "pearson": (1, COLOURS[0], "o", "Pearson's r"),
     "spearman": (-1, COLOURS[1], "s", "Spearman's rho"),
 }
-_BEHIND = {
-    "facecolor": "white",
-    "edgecolor": "none",
-    "alpha": 0.8,
-    "pad": 0.6,
-}  # of a number on a line
+# Of a number on a line.
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
+_REDUNDANCY = "local redundancy, E||grad||²"
+_BAND = " (band: ± 2 standard errors)"
 
 
-def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
+def redundancy_and_accuracy(runs: Sequence[ContinualRun]) -> Any:
     """Draw local redundancy above accuracy over tasks, with bands of two standard errors.
 
-    Returns False if neither was recorded.
+    Returns None if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local
     redundancy).
     """
-    lr = [run.measure("local_redundancy") for run in runs]
-    has_lr = any(np.isfinite(values).any() for values in lr)
+    has_lr = _recorded(SHAPES, runs)
     if not has_lr and not any(np.isfinite(run.accuracy).any() for run in runs):
-        return False
+        return None
     figure, (top, bottom) = new_figure((9, 6.2), 2, sharex=True)
-    for index, (run, values) in enumerate(zip(runs, lr)):
-        (colour, line), name = _look(index), run.name
-        tasks, values = np.arange(len(run)), np.where(values > 0, values, np.nan)
-        error_band(top, tasks, values, run.measure("local_redundancy", "stderr"), colour)
-        _curve(top, tasks, np.log(values), colour, name, exponential=True, line=line)
-        error_band(bottom, tasks, 100 * run.accuracy, 100 * run.accuracy_stderr, colour)
-        _curve(bottom, tasks, 100 * run.accuracy, colour, name, line=line)
-    for chance in sorted({run.chance for run in runs if np.isfinite(run.chance)}):
-        bottom.axhline(
-            100 * chance,
-            color=MUTED,
-            linewidth=1,
-            linestyle="--",
-            label=f"chance, {100 * chance:.3g} %",
-        )
-    inputs = _count((run.measure("local_redundancy", "n") for run in runs), "inputs")
-    style(
-        top,
-        "local redundancy, E||grad||²",
-        f"Local redundancy over tasks{inputs} (band: ± 2 standard errors)",
-    )
+    for index, run in enumerate(runs):
+        colour, line = _look(index)
+        tasks, accuracy = np.arange(len(run)), 100 * run.accuracy
+        _redundancy_curve(top, run, SHAPES, colour, run.name, line=line)
+        error_band(bottom, tasks, accuracy, 100 * run.accuracy_stderr, colour)
+        _curve(bottom, tasks, accuracy, colour, run.name, line=line)
+    for chance in np.unique(finite([100 * run.chance for run in runs])):
+        text = f"chance, {chance:.3g} %"
+        dashed_line(bottom, chance, text)
+    inputs = _count((run.measure(SHAPES, "n") for run in runs), "inputs")
+    style(top, _REDUNDANCY, f"Local redundancy over tasks{inputs}{_BAND}")
     images = _count((run.test_images for run in runs), "images a task")
-    banded = (
-        " (band: ± 2 standard errors)"
-        if any(np.isfinite(run.accuracy_stderr).any() for run in runs)
-        else ""
-    )
-    style(
-        bottom,
-        f"accuracy on {runs[0].tested_on}, %",
-        f"Accuracy right after training on a task{images}{banded}",
-    )
+    has_errors = any(np.isfinite(run.accuracy_stderr).any() for run in runs)
+    title = f"Accuracy right after training on a task{images}{_BAND if has_errors else ''}"
+    style(bottom, f"accuracy on {runs[0].tested_on}, %", title)
     if has_lr:
         log_axis(top)
     count_axis(bottom, f"task{_thick(runs)}")
     legend_below(figure, bottom)
-    return save_figure(figure, path)
+    return figure
 
 
-def group_curves(
-    groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]
-) -> bool:
+def _recorded(name: str, runs: Sequence[ContinualRun]) -> bool:
+    """Return True if any run has a value of a measure."""
+    return any(np.isfinite(run.measure(name)).any() for run in runs)
+
+
+def group_curves(groups: Mapping[str, Sequence[ContinualRun]]) -> Any:
     """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
 
     The panels are those of `redundancy_and_accuracy`.
@@ -116,33 +99,19 @@ def group_curves(
     for index, (name, runs) in enumerate(groups.items()):
         colour, line = _look(index)
         tasks = np.arange(min(map(len, runs)))
-        lr = np.array([run.measure("local_redundancy")[: len(tasks)] for run in runs])
-        _curve(
-            top,
-            tasks,
-            np.log(np.where(lr > 0, lr, np.nan)).mean(0),
-            colour,
-            name,
-            exponential=True,
-            line=line,
-        )
+        logs = np.array([logarithm(run.measure(SHAPES)[: len(tasks)]) for run in runs])
+        _curve(top, tasks, logs.mean(0), colour, name, exponential=True, line=line)
         accuracy = np.array([run.accuracy[: len(tasks)] for run in runs])
         _curve(bottom, tasks, 100 * accuracy.mean(0), colour, name, line=line)
     every = [run for runs in groups.values() for run in runs]
-    style(
-        top,
-        "local redundancy, E||grad||²",
-        f"Local redundancy over tasks: geometric means over {_seeds(groups)}",
-    )
-    style(
-        bottom,
-        f"accuracy on {every[0].tested_on}, %",
-        "Accuracy right after training on a task: means over the same",
-    )
+    title = f"Local redundancy over tasks: geometric means over {_seeds(groups)}"
+    style(top, _REDUNDANCY, title)
+    title = "Accuracy right after training on a task: means over the same"
+    style(bottom, f"accuracy on {every[0].tested_on}, %", title)
     log_axis(top)
     count_axis(bottom, f"task{_thick(every)}")
     legend_below(figure, bottom)
-    return save_figure(figure, path)
+    return figure
 
 
 def _seeds(groups: Mapping[str, Sequence[ContinualRun]]) -> str:
@@ -161,71 +130,58 @@ def _count(numbers: Iterable[Array], things: str) -> str:
     if not len(known):
         return ""
     least, most = int(known.min()), int(known.max())
-    return f", n = {least}{'' if most == least else f' to {most}'} {things}"
+    range_of_them = str(least) if most == least else f"{least} to {most}"
+    return f", n = {range_of_them} {things}"
 
 
 def _thick(runs: Sequence[ContinualRun]) -> str:
     """Return what stands behind the axis of tasks where there are two kinds of lines."""
-    return (
-        f" (thin: each; thick: running mean over {_SMOOTH})" if max(map(len, runs)) >= _FROM else ""
-    )
+    if max(map(len, runs)) < _FROM:
+        return ""
+    return f" (thin: each; thick: running mean over {_SMOOTH})"
 
 
 def ablation_curves(
     runs: Sequence[ContinualRun],
-    path: str | os.PathLike[str],
     at: str = "task",
     names_at: Sequence[str] = (),
-) -> bool:
+) -> Any:
     """Draw local redundancy on synthetic and on real inputs over tasks.
 
-    Returns False with fewer than two kinds of inputs.
+    Returns None with fewer than two kinds of inputs.
 
     Args:
         runs: A panel each.
-        path: Of the picture.
         at: What the axis is of.
         names_at: The names of what it is of, if they have any.
     """
-    names = [
-        name for name in _ABLATION if any(np.isfinite(run.measure(name)).any() for run in runs)
-    ]
+    names = [name for name in _ABLATION if _recorded(name, runs)]
     if len(names) < 2:
-        return False
-    runs = [run for run in runs if any(name in run.measures for name in names)]
-    figure, panels = new_figure((9, 0.9 + 3.0 * len(runs)), len(runs), sharex=True)
-    for axes, run in zip(np.atleast_1d(panels), runs):
+        return None
+    runs = [run for run in runs if not set(names).isdisjoint(run.measures)]
+    figure, panels = new_figure((9, 0.9 + 3.0 * len(runs)), len(runs), sharex=True, squeeze=False)
+    panels = panels.ravel()
+    for axes, run in zip(panels, runs):
         for name in names:
-            values, places = run.measure(name), np.arange(len(run))
-            values = np.where(values > 0, values, np.nan)
-            error_band(axes, places, values, run.measure(name, "stderr"), _ABLATION[name])
             text = INPUTS[name] + _count([run.measure(name, "n")], "")
-            _curve(
-                axes,
-                places,
-                np.log(values),
-                _ABLATION[name],
-                text.strip(),
-                exponential=True,
-                marked=bool(names_at),
-            )
+            colour, marked = _ABLATION[name], bool(names_at)
+            _redundancy_curve(axes, run, name, colour, text.strip(), marked=marked)
         log_axis(axes)
-        title = f"Local redundancy by kind of input: {run.name} (band: ± 2 standard errors)"
-        style(axes, "local redundancy, E||grad||²", title)
-    last = np.atleast_1d(panels)[-1]
+        style(axes, _REDUNDANCY, f"Local redundancy by kind of input: {run.name}{_BAND}")
+    last = panels[-1]
     count_axis(last, at + _thick(runs))
-    legend_below(figure, *np.atleast_1d(panels))
+    legend_below(figure, *panels)
     if names_at:
         step = -(-len(names_at) // _NAMES)
         last.set_xticks(range(0, len(names_at), step), names_at[::step], rotation=30, ha="right")
         last.set_xlim(-0.5, len(names_at) - 0.5)
-    return save_figure(figure, path)
+    return figure
 
 
-def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -> bool:
+def layer_map(run: ContinualRun, most: int = 40) -> Any:
     """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
 
-    Modules are in network order, top to bottom. Returns False if no values by module were recorded.
+    Modules are in network order, top to bottom. Returns None if no values by module were recorded.
 
     Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks
     are averaged.
@@ -234,26 +190,10 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
 
     means = run.per_parameter()
     if not means:
-        return False
-    names = next(iter(means.values())).keys()
-    groups = {
-        task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names
-    }
-    rows = list(next(iter(groups.values())))
-    start, last = min(groups), max(groups)
-    step = int(np.min(np.diff(sorted(groups)))) if len(groups) > 1 else 1
-    width = max(step, -(-(last + 1 - start) // _COLUMNS))
-    sums, counts = np.zeros((2, len(rows), (last - start) // width + 1))
-    for task, values in groups.items():
-        column, by_row = (task - start) // width, np.array([values[name] for name in rows])
-        known = np.isfinite(by_row)
-        sums[known, column] += by_row[known]
-        counts[known, column] += 1
-    with np.errstate(invalid="ignore"):
-        cells = np.ma.masked_invalid(np.where(counts > 0, sums / counts, np.nan))
-    cells = np.ma.masked_less_equal(cells, 0)
+        return None
+    rows, cells, start, width = _cells(means, most)
     if not cells.count():
-        return False
+        return None
     low, high = float(cells.min()), float(cells.max())
     norm = LogNorm(max(low, high * 1e-8), high if high > low else low * 1.01)
     figure, axes = new_figure((9, max(2.4, 1.4 + 0.19 * len(rows))), 1)
@@ -271,41 +211,68 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, colors=MUTED)
     count_axis(axes, "task" + (f" (columns of {width})" if width > 1 else ""))
-    inputs = _count([run.measure("local_redundancy", "n")], "inputs")
+    inputs = _count([run.measure(SHAPES, "n")], "inputs")
     grey = " (grey: zero or none)" if cells.count() < cells.size else ""
-    axes.set_title(
-        f"Local redundancy by module over tasks{inputs}: {run.name}{grey}",
-        loc="left",
-        fontsize=10,
-        color=INK,
-    )
+    title = f"Local redundancy by module over tasks{inputs}: {run.name}{grey}"
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("E||grad||², log colours", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=8, colors=MUTED)
     for side in axes.spines.values():
         side.set_visible(False)
-    return save_figure(figure, path)
+    return figure
 
 
-def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
+def _cells(
+    means: Mapping[int, Mapping[str, float]], most: int
+) -> tuple[list[str], np.ma.MaskedArray[Any, Any], int, int]:
+    """Average local redundancy over columns of tasks, by module.
+
+    Args:
+        means: Task to the mean of each parameter.
+        most: Rows, at most.
+
+    Returns:
+        Names of the modules, positive values ``[modules, columns]`` (the rest masked), the first
+        task, and the tasks a column.
+    """
+    names = next(iter(means.values())).keys()
+    groups = {
+        task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names
+    }
+    rows = list(next(iter(groups.values())))
+    start, last = min(groups), max(groups)
+    step = int(np.min(np.diff(sorted(groups)))) if len(groups) > 1 else 1
+    width = max(step, -(-(last + 1 - start) // _COLUMNS))
+    sums, counts = np.zeros((2, len(rows), (last - start) // width + 1))
+    for task, values in groups.items():
+        column, by_row = (task - start) // width, np.array([values[name] for name in rows])
+        known = np.isfinite(by_row)
+        sums[known, column] += by_row[known]
+        counts[known, column] += 1
+    with np.errstate(invalid="ignore"):
+        cells = np.ma.masked_invalid(sums / counts)
+    return rows, np.ma.masked_less_equal(cells, 0), start, width
+
+
+def correlation_chart(correlations: Sequence[Correlation]) -> Any:
     """Draw the semi-partial correlations of the raw measures with their 95 % intervals.
 
-    Returns False if there are none.
+    Returns None if there are none.
     """
     chosen = [
         c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note
     ]
     names = order(c.measure for c in chosen)
     if not names:
-        return False
+        return None
     figure, axes = new_figure((7.5, 1.3 + 0.48 * len(names)), 1)
     axes.axvline(0, color=MUTED, linewidth=1)
     for c in chosen:
         side, colour, marker, name = _CORRELATIONS[c.method]
         y = names.index(c.measure) - 0.14 * side
-        axes.plot(
-            [100 * c.low, 100 * c.high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt"
-        )
+        ends = [100 * c.low, 100 * c.high]
+        axes.plot(ends, [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
         axes.plot([100 * c.value], [y], marker, color=colour, markersize=5, label=name)
         axes.annotate(
             hundred(c.value),
@@ -318,62 +285,64 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
             va="bottom" if side > 0 else "top",
             bbox=_BEHIND,
         )
-    axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8, color=INK)
+    labels = [label(name) for name in names]
+    axes.set_yticks(range(len(names)), labels, fontsize=8, color=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    handles, texts = axes.get_legend_handles_labels()
-    unique = dict(zip(texts, handles))
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=2, **place)
-    style_rows(
-        axes, f"correlation x 100 with {TARGET_LABELS[chosen[0].target]}, task number regressed out"
-    )
+    legend(axes, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    target = TARGETS[chosen[0].target].label
+    style_rows(axes, f"correlation x 100 with {target}, task number regressed out")
     tasks = _count([np.array([c.n for c in chosen], dtype=float)], "tasks")
-    short = "; LR: local redundancy" if any(label(name).startswith("LR ") for name in names) else ""
-    axes.set_title(
-        f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})",
-        loc="left",
-        fontsize=9,
-        color=INK,
-    )
-    return save_figure(figure, path)
+    has_short = any(text.startswith("LR ") for text in labels)
+    short = "; LR: local redundancy" if has_short else ""
+    title = f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})"
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
+    return figure
 
 
-def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
+def measure_curves(runs: Sequence[ContinualRun]) -> Any:
     """Draw every measure but local redundancy over tasks, in a small panel each.
 
-    Returns False if there are none.
+    Returns None if there are none.
 
     The axes begin at zero, so that small changes look small.
     """
-    names = order(m for run in runs for m in run.measures if not m.startswith("local_redundancy"))
-    names = [name for name in names if any(np.isfinite(run.measure(name)).any() for run in runs)]
+    others = [name for name in order(all_measures(runs)) if not name.startswith(SHAPES)]
+    names = [name for name in others if _recorded(name, runs)]
     if not names:
-        return False
-    columns = 3 if len(names) > 2 else len(names)
+        return None
+    columns = min(3, len(names))
     lines = -(-len(names) // columns)
     figure, panels = new_figure((3.1 * columns + 0.4, 2.3 * lines + 0.6), lines, columns)
     flat = np.atleast_1d(panels).ravel()
     for axes, name in zip(flat, names):
+        lowest = 0.0
         for index, run in enumerate(runs):
             colour, line = _look(index)
-            _curve(axes, np.arange(len(run)), run.measure(name), colour, run.name, line=line)
+            values = run.measure(name)
+            _curve(axes, np.arange(len(run)), values, colour, run.name, line=line)
+            lowest = min(lowest, *finite(values))
         style(axes, FIELDS[name].unit if name in FIELDS else "value", label(name))
         count_axis(axes, "task")
-        axes.set_ylim(
-            min(0, axes.get_ylim()[0])
-            if any((finite(run.measure(name)) < 0).any() for run in runs)
-            else 0
-        )
+        axes.set_ylim(min(0, axes.get_ylim()[0]) if lowest < 0 else 0)
     for axes in flat[len(names) :]:
         axes.set_visible(False)
     legend_below(figure, flat[0])
     images = [np.array([number(run.options.get("measure_images"))]) for run in runs]
     of = _count(images, "training images (units, gradients, ranks)").removeprefix(", ")
     lines_of_title = ["The other measures at each task boundary", of, _thick(runs).strip()]
-    figure.suptitle(
-        "\n".join(filter(None, lines_of_title)), x=0.01, ha="left", fontsize=10, color=INK
-    )
-    return save_figure(figure, path)
+    title = "\n".join(filter(None, lines_of_title))
+    title_of_all(figure, title)
+    return figure
+
+
+def _redundancy_curve(
+    axes: Any, run: ContinualRun, name: str, colour: str, text: str, **look: Any
+) -> None:
+    """Draw local redundancy over tasks with its band of two standard errors."""
+    tasks, values = np.arange(len(run)), run.measure(name)
+    positive = np.where(values > 0, values, np.nan)
+    error_band(axes, tasks, positive, run.measure(name, "stderr"), colour)
+    _curve(axes, tasks, np.log(positive), colour, text, exponential=True, **look)
 
 
 def _curve(
@@ -396,27 +365,13 @@ def _curve(
         return
     tasks, values = tasks[known], values[known]
     shown = np.exp if exponential else np.asarray
-    long = len(values) >= _FROM
-    axes.plot(
-        tasks,
-        shown(values),
-        color=colour,
-        linewidth=0.6 if long else 1.4,
-        alpha=0.35 if long else 1.0,
-        marker="o" if marked or len(values) == 1 else "",
-        markersize=4,
-        label=None if long else name or None,
-        linestyle=line,
-    )
-    if long:
-        axes.plot(
-            tasks,
-            shown(_running_mean(values)),
-            color=colour,
-            linewidth=1.8,
-            label=name or None,
-            linestyle=line,
-        )
+    look = {"color": colour, "linestyle": line, "label": name or None}
+    if len(values) < _FROM:
+        marker = "o" if marked or len(values) == 1 else ""
+        axes.plot(tasks, shown(values), linewidth=1.4, marker=marker, markersize=4, **look)
+        return
+    axes.plot(tasks, shown(values), linewidth=0.6, alpha=0.35, **{**look, "label": None})
+    axes.plot(tasks, shown(_running_mean(values)), linewidth=1.8, **look)
 
 
 def _running_mean(values: Array) -> Array:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastlr.display.record import counted
-from fastlr.display.verdict import moved, verdict
+from fastlr.display.verdict import PARTS, brief
 from fastlr.experiments.continual.association import FREEDOM, Correlation, TooShort
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred
-from fastlr.experiments.runs.records import Array, as_dict, finite, measured
+from fastlr.experiments.runs.records import Array, finite
 from fastlr.experiments.statistics.bootstrap import (
     block_length,
     block_weights,
@@ -22,9 +22,7 @@ from fastlr.experiments.statistics.bootstrap import (
 )
 from fastlr.experiments.statistics.correlation import correlation, resampled_spearman
 
-PARTS = 5  # of a run, the first of which is compared with the last
 _LEADER = "local_redundancy"
-_TOLD = 4  # runs of which each has a verdict
 
 
 @dataclass(frozen=True)
@@ -101,33 +99,6 @@ def findings(
     return sentences
 
 
-def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
-    """Say how local redundancy ended, of each run, or of how many where there are more than four.
-
-    The sentences are those of `fastlr.display.verdict.verdict`.
-    """
-    told, fallen = [], 0
-    for run in runs:
-        measured_at = [
-            t for t in sorted(run.tasks) if measured(run.tasks[t], _LEADER).get("value") is not None
-        ]
-        if not measured_at:
-            continue
-        begin, end = run.tasks[measured_at[0]], run.tasks[measured_at[-1]]
-        start = as_dict(run.start, _LEADER)
-        since = "the start" if start else f"task {measured_at[0]}"
-        first, last = start or measured(begin, _LEADER), measured(end, _LEADER)
-        fallen += moved(first, last) < 0
-        text = verdict(first, last, measured(end, "dormant_ratio"), since)
-        told.append(f"{run.name}: {text}" if len(runs) > 1 else text)
-    if len(told) <= _TOLD:
-        return told
-    return [
-        f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} "
-        "runs."
-    ]
-
-
 def course(runs: Sequence[ContinualRun]) -> str:
     """Say how accuracy and local redundancy changed from the first to the last fifth of the tasks.
 
@@ -163,16 +134,6 @@ def ends(values: Array) -> tuple[Array, Array]:
     """Return the first and the last fifth of a series."""
     part = max(1, len(values) // PARTS)
     return values[:part], values[-part:]
-
-
-def brief(value: float) -> str:
-    """Return a value with three digits, or whole.
-
-    Example:
-        >>> brief(1.0613), brief(1043.2)
-        ('1.06', '1,043')
-    """
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def percent(values: Array) -> str:

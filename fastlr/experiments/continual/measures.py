@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +14,18 @@ import fastlr
 from fastlr import metrics
 from fastlr.distributed.sharding import apart
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.fields import FIELDS
+from fastlr.experiments.continual.fields import FIELDS, LEARNING_SPEED, REFERENCE, THIS_TASK
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
 from fastlr.metrics.weights import OF_PARAMETERS
 
-_Compute = Callable[[list[str]], dict[str, dict[str, Any]]]
+# Each takes passes of its own; other measures of images share one.
+_OWN_PASSES = ("train_grad_norm", "gradient_noise_scale", "trainability", "curvature_rank")
+_FEW = 64  # images of the curvature rank, which holds a gradient of each
 _LR = (
     "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
     "eval mode"
@@ -50,6 +51,14 @@ class CurrentImages(Inputs):
         return len(self.images)
 
 
+class Boundary(NamedTuple):
+    """Where measures are taken: after a task, and before the following one."""
+
+    task: Task
+    following: Task | None
+    number: int
+
+
 class Measurer:
     """Takes the measures of a run.
 
@@ -58,6 +67,7 @@ class Measurer:
     Attributes:
         chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is
             first used, and then kept in the checkpoint, as they change the last bits of a value.
+        per_image: The values of local redundancy's synthetic images at the last measurement.
     """
 
     def __init__(
@@ -75,14 +85,16 @@ class Measurer:
         self._inputs: dict[str, Any] = {
             "local_redundancy": fastlr.ShapeImages(size=shape),
             "local_redundancy_noise": fastlr.NoiseImages(size=shape),
-            "local_redundancy_next_task": self._current,
+            REFERENCE: self._current,
+            THIS_TASK: self._current,
         }
         self._estimators: dict[str, fastlr.LocalRedundancy] = {}
+        self.per_image: Tensor | None = None
 
     @property
     def looks_ahead(self) -> bool:
         """True if the next task's images are needed."""
-        return "local_redundancy_next_task" in self.options.measures
+        return REFERENCE in self.options.measures
 
     def due(self, number: int) -> bool:
         """Return True if measures are taken after task ``number`` (-1: before the first)."""
@@ -106,102 +118,119 @@ class Measurer:
             ModelError: A measure is not defined for this model, named.
             NonFiniteError: A measure is not finite and on_nan is "stop" (else its value is None).
         """
+        boundary = Boundary(task, following, number)
         records: dict[str, Any] = {}
         seconds: dict[str, float] = {}
-        for names, compute in self._passes(task, following, number):
+        for names in self._passes():
             began = clock(self.trainer.device)
-            records |= self._taken(names, compute, number)
+            records |= self._taken(names, boundary)
             seconds["+".join(names)] = clock(self.trainer.device) - began
         return {name: records[name] for name in self.options.measures}, seconds
 
-    def _taken(self, names: list[str], compute: _Compute, number: int) -> dict[str, dict[str, Any]]:
+    def _passes(self) -> Iterator[list[str]]:
+        """Yield the names of the measures that are asked for, those that share a pass together."""
+        shared = []
+        last = []
+        for name in self.options.measures:
+            if FIELDS[name].inputs or name in OF_PARAMETERS or name == LEARNING_SPEED:
+                yield [name]
+            elif name in _OWN_PASSES:
+                last.append(name)
+            else:
+                shared.append(name)
+        if shared:
+            yield shared
+        for name in last:
+            yield [name]
+
+    def _taken(self, names: list[str], boundary: Boundary) -> dict[str, dict[str, Any]]:
         """Take the measures that share a pass; where the pass fails, take each by itself.
 
         So only those are missing that cannot be taken.
         """
+        first = names[0]
         try:
-            return compute(names)
+            if FIELDS[first].inputs:
+                return {first: self._redundancy(first, boundary)}
+            if first == LEARNING_SPEED:
+                return {first: self._learning_speed(boundary)}
+            return self._metrics(names, boundary)
         except ModelError as error:
             if len(names) > 1:
-                return {name: self._taken([name], compute, number)[name] for name in names}
+                return {name: self._taken([name], boundary)[name] for name in names}
             if not isinstance(error, NonFiniteError):
                 raise ModelError(
-                    f"{names[0]}: {error}; or leave it out by --set measures=..."
+                    f"{first}: {error}; or leave it out by --set measures=..."
                 ) from error
             if self.options.on_nan == "stop":
-                raise NonFiniteError(f"after task {number}: {names[0]}: {error}") from error
-            return {
-                names[0]: {"value": None, "stderr": None, "definition": "", "error": str(error)}
-            }
+                raise NonFiniteError(f"after task {boundary.number}: {first}: {error}") from error
+            return {first: {"value": None, "stderr": None, "definition": "", "error": str(error)}}
 
-    def _passes(
-        self, task: Task, following: Task | None, number: int
-    ) -> Iterator[tuple[list[str], _Compute]]:
-        """Yield the measures that are asked for, those that share a pass together.
-
-        Each item is ``(names, names -> records)``.
-        """
-        wanted = self.options.measures
-        for name in FIELDS:
-            if name not in wanted:
-                continue
-            if FIELDS[name].inputs:
-                yield [name], lambda names: {names[0]: self._redundancy(names[0], following)}
-            elif name in OF_PARAMETERS:
-                yield [name], partial(self._metrics, {"init_state": self.initial})
-        own_pass = "train_grad_norm"  # of each sample's gradient
-        of_images = [n for n in wanted if FIELDS[n].metric and n not in OF_PARAMETERS]
-        if not of_images:
-            return
-        x, y = self._training_images(task, number)
-        images = {"x": x, "y": y, "loss": F.cross_entropy, "tau": self.options.tau}
-        shared = [name for name in of_images if name != own_pass]
-        if shared:
-            yield shared, partial(self._metrics, images)
-        if own_pass in of_images:
-            yield [own_pass], partial(self._metrics, images)
-
-    def _metrics(self, given: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+    def _metrics(self, names: list[str], boundary: Boundary) -> dict[str, dict[str, Any]]:
         """Return the records of measures of `fastlr.metrics`, which share passes."""
         known = {name: FIELDS[name].metric for name in names}
-        with self.trainer.autocast() if "x" in given else nullcontext():
-            found = metrics.measures(self.trainer.model, list(known.values()), **given)
-        return {name: _record(found[metric]) for name, metric in known.items()}
+        model, metric_names = self.trainer.model, list(known.values())
+        if names[0] in OF_PARAMETERS:
+            found = metrics.measures(model, metric_names, init_state=self.initial)
+        else:
+            few = _FEW if names == ["curvature_rank"] else self.options.measure_images
+            x, y = self._training_images(boundary.task, boundary.number, few)
+            with self.trainer.autocast():
+                found = metrics.measures(
+                    model,
+                    metric_names,
+                    x=x,
+                    y=y,
+                    loss=F.cross_entropy,
+                    tau=self.options.tau,
+                    repeats=self.options.trainability_repeats,
+                )
+        return {name: measure_record(found[metric]) for name, metric in known.items()}
 
-    def _training_images(self, task: Task, number: int) -> tuple[Tensor, Tensor]:
+    def _learning_speed(self, boundary: Boundary) -> dict[str, Any]:
+        """Return the record of the accuracy that the task had after its first epoch."""
+        return {
+            "value": self.trainer.first_epoch_accuracy if boundary.number >= 0 else None,
+            "stderr": None,
+            "definition": "learning speed: accuracy on the task's test images after one epoch",
+        }
+
+    def _training_images(self, task: Task, number: int, most: int) -> tuple[Tensor, Tensor]:
         """Training images of the task drawn without replacement, and their labels."""
         generator = torch.Generator().manual_seed(stream_seed(self.options.seed, "measure", number))
-        rows = torch.randperm(len(task.train_y), generator=generator)[: self.options.measure_images]
+        rows = torch.randperm(len(task.train_y), generator=generator)[:most]
         rows = rows.to(task.train_y.device)
-        return self.trainer.as_input(
-            self.trainer.normalised(take(task.train_x, rows))
-        ), task.train_y[rows]
+        images = self.trainer.normalised(take(task.train_x, rows))
+        return self.trainer.as_input(images), task.train_y[rows]
 
-    def _redundancy(self, name: str, following: Task | None) -> dict[str, Any]:
+    def _redundancy(self, name: str, boundary: Boundary) -> dict[str, Any]:
         n = self.options.redundancy_n
-        if name == "local_redundancy_next_task":
-            assert following is not None
+        if self._inputs[name] is self._current:
+            task = boundary.task if name == THIS_TASK else boundary.following
+            assert task is not None
             n = min(n, self._fewest)
-            order = torch.randperm(
-                len(following.train_y), generator=torch.Generator().manual_seed(0)
-            )[:n]
-            self._current.images = take(following.train_x, order.to(following.train_x.device))
+            generator = torch.Generator().manual_seed(0)
+            order = torch.randperm(len(task.train_y), generator=generator)[:n]
+            self._current.images = take(task.train_x, order.to(task.train_x.device))
         if name not in self._estimators:
-            size = self.options.redundancy_batch or self.chunks.get(name)
-            self._estimators[name] = fastlr.LocalRedundancy(
-                self.trainer.model,
-                self._inputs[name],
-                n,
-                probe=self.options.redundancy_probe,
-                seed=self.options.seed,
-                dtype=self.trainer.autocast_dtype,
-                batch_size=size,
-                progress=False,
+            self._estimators[name] = redundancy_estimator(
+                self.trainer, self._inputs[name], self.chunks.get(name), n=n
             )
         with apart():  # so that the ranks of a run go on after a value that is not finite
             estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
+        if name == "local_redundancy":
+            self.per_image = estimate.per_sample
         return redundancy_record(estimate, FIELDS[name].inputs)
+
+
+def measure_record(measure: metrics.Measure) -> dict[str, Any]:
+    """Return the record of a measure of `fastlr.metrics`; one that is infinite has a reason."""
+    record = {"stderr": None, **measure.to_dict()}
+    if not math.isfinite(measure):
+        reason = record.pop("reason", f"it is {float(measure)}")
+        record |= {"value": None, "error": reason}
+    return record
 
 
 def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
@@ -211,17 +240,12 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
         estimate: The measurement.
         inputs: What it was measured on, in words.
     """
+    per_parameter = estimate.per_parameter.items()
     return {
         "value": estimate.value,
-        "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
-        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "stderr": or_none(estimate.stderr),
+        "definition": _LR.format(n=estimate.inputs_used, inputs=inputs) + by_batches(estimate),
         "n": estimate.n,
         "probe": estimate.probe,
-        "per_parameter": {
-            key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()
-        },
+        "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},
     }
-
-
-def _record(measure: metrics.Measure) -> dict[str, Any]:
-    return {"stderr": None, **measure.to_dict()}

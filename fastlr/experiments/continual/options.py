@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.fields import FIELDS, MEASURES
+from fastlr.experiments.continual.interventions import INTERVENTIONS, asked_for
 from fastlr.experiments.runs.options import ON_A_CORE, differences, option
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import StepMode
@@ -23,20 +25,33 @@ OF_THE_TABLES = (
     "dormant_ratio",
     "train_grad_norm",
 )  # 1, 2, 5
-INTERVENTIONS = tuple(  # options of which a report compares the values
-    "model_kwargs norm head_reset optimiser_state weight_decay shrink perturb reset_every "
-    "reset_layers l2_init redundancy_floor floor_strength floor_images cbp_rate cbp_maturity "
-    "cbp_decay cbp_transfer replay_images replay_share "
-    "ewc ewc_decay ewc_images".split()
-)
 WITHOUT_ABLATION = tuple(name for name in MEASURES if name not in OF_THE_ABLATION)
 
 
+# Options of which a report compares the values.
+COMPARED = ["model_kwargs", "norm", "head_reset", "optimiser_state", "weight_decay"]
+COMPARED += [name for kind in INTERVENTIONS.values() for name in kind.options]
+
+
+def with_those_of_interventions(kind: type[TrainingOptions]) -> type[TrainingOptions]:
+    """Add to a class of options, and to its docstring, what the interventions declare."""
+    lines = [inspect.cleandoc(kind.__doc__ or "")]
+    for intervention in INTERVENTIONS.values():
+        for name, type_of_it, declared in intervention.declared():
+            kind.__annotations__[name] = type_of_it
+            setattr(kind, name, declared)
+            lines.append(f"    {name}: {declared.metadata['about']}")
+    kind.__doc__ = "\n".join(lines)
+    return kind
+
+
 @dataclasses.dataclass(frozen=True)
+@with_those_of_interventions
 class ContinualOptions(TrainingOptions):
     """Options of ``fastlr continual``; the defaults are the preset ``paper``.
 
-    The options that all drivers share are in `TrainingOptions`.
+    The options that all drivers share are in `TrainingOptions`; those of interventions are declared
+    by the interventions.
 
     Attributes:
         model: Name for `fastlr.models.load_model`: torchvision's, timm's, or
@@ -62,32 +77,7 @@ class ContinualOptions(TrainingOptions):
         head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al.
             do.
         norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place
-            (see `fastlr.experiments.continual.interventions`, as for those that follow).
-        shrink: Multiply every parameter by it at the start of each task after the first; 1: off.
-        perturb: Then add normal noise of this standard deviation; 0: off.
-        reset_every: Periodic resets: before every so many tasks the last layers begin anew; 0: off.
-        reset_layers: How many layers that have a weight matrix, with all that is defined after
-            them; 0: the whole network.
-        l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded
-            train_loss.
-        redundancy_floor: Penalty that holds local redundancy (nats) at this value where it falls
-            below; 0: off. Not in train_loss. It differentiates local redundancy on shapes in every
-            step, and needs eager steps.
-        floor_strength: Of the penalty ``floor_strength * log(redundancy_floor / running mean)``.
-        floor_images: Synthetic images a step.
-        cbp_rate: Continual backprop: the share of each layer's mature units that is replaced in a
-            step; 0: off. Dohare et al. take 3e-4 for ``dohare32``.
-        cbp_maturity: Steps after which a unit is mature.
-        cbp_decay: Of the running means of contribution utility and activation.
-        cbp_transfer: Let the mean contribution of a replaced unit go to the bias of what reads it;
-            ``no``: as in Nature.
-        replay_images: Images of earlier tasks in the memory of experience replay, each with the
-            label of its task; 0: off.
-        replay_share: Of each batch that is drawn from the memory.
-        ewc: Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - theta*)^2``;
-            0: off. Not in train_loss.
-        ewc_decay: By which the Fisher information of earlier tasks is multiplied after each task.
-        ewc_images: Of each task, for its Fisher information: one forward and backward pass each.
+            (see `fastlr.experiments.continual.interventions`).
         layout: Of images, activations and weights in memory: ``channels-last``, with which a step
             on a CPU takes less time for most networks, or ``contiguous`` (ResNet-18 on 32 x 32 and
             64 x 64 images: 0.93 of the time on one core; ConvNet: 1.18; MobileNetV3-Large: 1.2 to
@@ -101,12 +91,15 @@ class ContinualOptions(TrainingOptions):
         measure_every: Measure after every k-th task (and before the first).
         redundancy_n: Synthetic images of local redundancy; the same ones at every measurement.
         redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
-            ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them.
+            ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them;
+            ``batch`` takes the gradient of each ``redundancy_batch`` images' mean, which the paper
+            may mean as well (docs/guides/batch-or-sample.md).
         redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
             then kept.
         measure_images: Training images of the task just learned for the measures of activations and
             gradients.
         tau: Threshold of dormant_ratio_tau.
+        trainability_repeats: Draws of labels of trainability, each 100 training steps of a copy.
     """
 
     model: str = "mobilenet_v3_large"
@@ -125,41 +118,24 @@ class ContinualOptions(TrainingOptions):
     flip: bool = False
     head_reset: bool = False
     norm: Literal["batch", "layer"] = "batch"
-    shrink: float = option(1.0, at_least=0)
-    perturb: float = option(0.0, at_least=0)
-    reset_every: int = option(0, at_least=0)
-    reset_layers: int = option(1, at_least=0)
-    l2_init: float = option(0.0, at_least=0)
-    redundancy_floor: float = option(0.0, at_least=0)
-    floor_strength: float = option(0.1, at_least=0)
-    floor_images: int = option(32, at_least=1)
-    cbp_rate: float = option(0.0, at_least=0, at_most=1)
-    cbp_maturity: int = option(100, at_least=0)
-    cbp_decay: float = option(0.99, at_least=0, below=1)
-    cbp_transfer: bool = True
-    replay_images: int = option(0, at_least=0)
-    replay_share: float = option(
-        0.5, positive=True, below=1, hint="replay_images=0 turns replay off"
-    )
-    ewc: float = option(0.0, at_least=0)
-    ewc_decay: float = option(0.95, at_least=0, at_most=1)
-    ewc_images: int = option(200, at_least=1)
     layout: Literal["channels-last", "contiguous"] = "channels-last"
     step: StepMode = "auto"
     on_nan: Literal["stop", "skip"] = "stop"
     measures: tuple[str, ...] = option(MEASURES, known=tuple(FIELDS))
     measure_every: int = option(1, at_least=1)
     redundancy_n: int = option(5000, at_least=1)
-    redundancy_probe: Literal["sampled", "rademacher", "exact"] = "sampled"
+    redundancy_probe: Literal["sampled", "rademacher", "exact", "batch"] = "sampled"
     redundancy_batch: int = option(0, at_least=0)
     measure_images: int = option(256, at_least=2)
     tau: float = option(0.1, at_least=0)
+    trainability_repeats: int = option(3, at_least=1)
 
     def __post_init__(self) -> None:
         """Check what the types do not say."""
         super().__post_init__()
-        for name in ("cbp_rate", "ewc"):
-            if self.dtype == "bf16-weights" and getattr(self, name):
+        for intervention in asked_for(self):
+            if self.dtype == "bf16-weights" and intervention.keeps_running_means:
+                name = next(iter(intervention.options))
                 raise InputError(
                     f"{name} keeps running means of which bfloat16 would lose most: choose "
                     f"dtype=bf16, or {name}=0"
@@ -172,6 +148,16 @@ class ContinualOptions(TrainingOptions):
             self.data, 2
         )
 
+
+# What the paper leaves open, in its words, and these options decide.
+OPEN = {
+    "weight_decay": 'it says "AdamW" and "no regularization"',
+    "optimiser_state": "it says that weights are carried over",
+    "flip": "it says nothing of augmentation",
+    "dtype": 'it says "bfloat16 precision"',
+    "batch_norm_updates": "it says nothing of running statistics",
+    "measure_images": 'it says "a batch of real training data"',
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -243,10 +229,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 _NO_MATTER = set(
     (
         "seed device threads layout fused step on_nan redundancy_batch measures tau data "
+        "trainability_repeats "
         "synthetic_classes"
     ).split()
 )
 _NO_MATTER |= {"random_images", "random_classes", "reduce_dtype", "batch_norm_updates"}
+_SIZE = "4,204,594 parameters for 5.47 million (the network's size with 1,000 classes is 5,483,032)"
 _PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize": "squash"}
 
 
@@ -266,6 +254,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
         epochs 10 for 100
         classes 60 for 1000
         resize crop for squash
+        4,204,594 parameters for 5.47 million (the network's size with 1,000 classes is 5,483,032)
     """
     paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
     if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):
@@ -276,4 +265,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
             key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None
         }
     texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
-    return [f"{text} (500 in Table 5)" if text.startswith("tasks 500 ") else text for text in texts]
+    if options.model == ContinualOptions.model and options.classes == 2:
+        texts.append(_SIZE)
+    of_table5 = f"tasks 500 for {paper['tasks']}"
+    return [text.replace(of_table5, f"{of_table5} (500 in Table 5)") for text in texts]

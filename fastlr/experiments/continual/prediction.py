@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from fastlr.display.sheets import Sheet
 from fastlr.experiments.continual.records import HORIZON, ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
-from fastlr.experiments.runs.records import Array, finite
+from fastlr.experiments.runs.records import Array, all_measures, finite
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
 
 FEWEST = 4  # tasks to learn a line from, and blocks behind an interval
@@ -87,14 +87,14 @@ def predictions(
     """
     targets = [run.future_accuracy() for run in runs]
     found = []
-    for name in order(measure for run in runs for measure in run.measures):
+    for name in order(all_measures(runs)):
         measured = [run.measure(name) for run in runs]
         if all((finite(values) > 0).all() for values in measured):
             measured = [np.log(values) for values in measured]
-        series = [
-            Series(run.options.get("seed", run.name), np.stack([target, run.accuracy, values], 1))
-            for run, target, values in zip(runs, targets, measured)
-        ]
+        series = []
+        for run, target, values in zip(runs, targets, measured):
+            columns = np.stack([target, run.accuracy, values], 1)
+            series.append(Series(run.options.get("seed", run.name), columns))
         prediction = _predict(name, series, resamples, seed)
         if prediction is not None:
             found.append(prediction)
@@ -173,4 +173,4 @@ def prediction_sheet(predicted: Sequence[Prediction]) -> Sheet:
         f"{HORIZON} tasks of it left out. Negative: worse than without. Interval: bootstrap of "
         "blocks."
     )
-    return Sheet("prediction", title, columns, tuple(rows), (note,))
+    return Sheet("prediction", title, columns, rows, (note,))

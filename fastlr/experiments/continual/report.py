@@ -6,12 +6,11 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastlr.display.images import contact_sheet
+from fastlr.display.images import tiled
 from fastlr.display.record import counted
 from fastlr.display.sheets import csv_text
 from fastlr.errors import InputError
@@ -19,24 +18,15 @@ from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
-from fastlr.experiments.continual.findings import findings, verdicts
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.findings import findings
+from fastlr.experiments.continual.options import COMPARED, OPEN, ContinualOptions
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
+from fastlr.experiments.continual.verdicts import verdicts, verdicts_by_group
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
-
-
-@dataclass(frozen=True)
-class ContinualReport(Report):
-    """The report of continual runs.
-
-    Attributes:
-        correlations: By target.
-    """
-
-    correlations: dict[str, list[Correlation] | TooShort]
 
 
 def write_report(
@@ -47,7 +37,7 @@ def write_report(
     resamples: int = 1000,
     seed: int = 0,
     pool: bool = False,
-) -> ContinualReport:
+) -> Report:
     """Analyse run folders and write the report.
 
     Args:
@@ -70,7 +60,7 @@ def write_report(
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
-    runs = read_runs(paths, pool=pool, apart=(*INTERVENTIONS, "measures"))
+    runs = read_runs(paths, pool=pool, apart=(*COMPARED, "measures"))
     folder = make_folder(paths, out, figures)
     groups = by_intervention(runs)
     if not pool and len(groups) > 1:
@@ -80,28 +70,20 @@ def write_report(
         target: correlations(runs, target=target, resamples=resamples, seed=seed)
         for target in TARGETS
     }
+    known = [c for result in results.values() if not isinstance(result, TooShort) for c in result]
     agreements = agreement(runs, resamples=resamples, seed=seed)
-    setting = tables.setting(runs)
     forgotten, spent = forgetting_by_blocks(runs), costs(runs)
-
-    known = {
-        target: [] if isinstance(result, TooShort) else result for target, result in results.items()
-    }
-    full = {target: tables.correlation_sheets(result, target) for target, result in results.items()}
-    overviews = {
-        target: [tables.overview_sheet(known[target], target)] if known[target] else []
-        for target in TARGETS
-    }
     accuracy, forgetting = TARGETS
-    lead = tables.lead_sheet(known[accuracy], accuracy)
+    full = {name: tables.correlation_sheets(result, name) for name, result in results.items()}
+    overview = {name: tables.overview_sheets(result, name) for name, result in results.items()}
     screen = tables.with_setting(
         [
             tables.runs_sheet(runs),
-            *full[accuracy][:1],
-            *overviews[accuracy],
-            *([lead] if lead else []),
+            full[accuracy][0],
+            *overview[accuracy],
+            *tables.lead_sheets(results[accuracy], accuracy),
             tables.forgetting_sheet(forgotten),
-            *full[forgetting][:1],
+            full[forgetting][0],
             tables.ablation_sheet(agreements),
             tables.cost_sheet(spent, runs),
         ],
@@ -110,12 +92,11 @@ def write_report(
     rest = [
         *full[accuracy][1:],
         *full[forgetting][1:],
-        *overviews[forgetting],
+        *overview[forgetting],
         prediction_sheet(predicted),
         tables.definitions_sheet(runs),
     ]
-
-    entries = [vars(c) for of_target in known.values() for c in of_target]
+    setting = tables.setting(runs)
     sentences = findings(runs, results[accuracy], resamples=resamples, seed=seed) + verdicts(runs)
     numbers: dict[str, Any] = {
         "findings": sentences,
@@ -123,38 +104,39 @@ def write_report(
         "resamples": resamples,
         "seed": seed,
         "setting": list(setting),
-        "correlations": entries,
-        "forgetting": [vars(block) for block in forgotten],
-        "costs": [vars(cost) for cost in spent],
-        "predictions": [vars(p) for p in predicted],
-        "agreement": [vars(candidate) for candidate in agreements],
+        "correlations": list(map(vars, known)),
+        "forgetting": list(map(vars, forgotten)),
+        "costs": list(map(vars, spent)),
+        "predictions": list(map(vars, predicted)),
+        "agreement": list(map(vars, agreements)),
     }
-    texts = {}
-    if entries:
-        columns = [key for key in entries[0] if key != "per_run"]
-        texts["correlations.csv"] = csv_text(
-            columns, [[entry[key] for key in columns] for entry in entries]
-        )
+    tasks = sum(len(run.tasks) for run in runs)
     summary = (
-        f"{counted(len(runs), 'run')}, {counted(sum(len(run.tasks) for run in runs), 'task')}. "
+        f"{counted(len(runs), 'run')}, {counted(tasks, 'task')}. "
         f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in "
         "report.json."
     )
-    drawings = _drawings(runs, known) if figures == "png" else []
-    title, sheets = "Plasticity over a sequence of tasks", [*screen, *rest]
-    report = write_files(
+    return write_files(
         folder,
-        title,
+        "Plasticity over a sequence of tasks",
         sentences,
-        [*setting, summary],
-        sheets,
-        drawings,
+        [*setting, choices_of_ours(runs[0].options, ContinualOptions(), OPEN), summary],
+        [*screen, *rest],
+        _drawings(runs, known) if figures == "png" else [],
         runs,
         numbers,
         screen=screen,
-        texts=texts,
+        texts=_correlations_as_csv(known),
     )
-    return ContinualReport(**vars(report), correlations=results)
+
+
+def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:
+    """Return the file of all correlations, by its name; nothing where there are none."""
+    if not known:
+        return {}
+    columns = [key for key in vars(known[0]) if key != "per_run"]
+    rows = [list(map(vars(c).get, columns)) for c in known]
+    return {"correlations.csv": csv_text(columns, rows)}
 
 
 def _report_by_intervention(
@@ -162,10 +144,10 @@ def _report_by_intervention(
     runs: Sequence[ContinualRun],
     folder: Path,
     figures: str,
-) -> ContinualReport:
+) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
-    sentences = verdicts(runs)
+    sentences = verdicts_by_group(groups)
     numbers = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
@@ -174,39 +156,39 @@ def _report_by_intervention(
     caption = "Local redundancy and accuracy over the tasks, by intervention."
     course = Drawing("course.png", partial(curves.group_curves, groups), caption)
     lead = f"{counted(len(runs), 'run')} of {counted(len(groups), 'intervention')}."
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, ContinualOptions(), OPEN)],
         [*screen, tables.definitions_sheet(runs)],
         [course] if figures == "png" else [],
         runs,
         numbers,
         screen=screen,
     )
-    return ContinualReport(**vars(report), correlations={})
 
 
-def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]]) -> list[Drawing]:
-    thick = (
-        "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
-    )
+def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> list[Drawing]:
+    """Return the figures of runs that are pooled, with their captions."""
+    thick = ""
+    if max(map(len, runs)) >= 150:
+        thick = "Thin: each task; thick: running mean over 30 tasks."
     drawings = [
         Drawing(
             "redundancy-accuracy.png",
             partial(curves.redundancy_and_accuracy, runs),
             f"Local redundancy at each task boundary and accuracy on {runs[0].tested_on}. {thick}",
-        ),
-        *(
-            Drawing(
-                name,
-                partial(curves.correlation_chart, known[target]),
-                f"Correlation of each measure with {tables.TARGET_LABELS[target]}: semi-partial, "
-                "raw, 95 % intervals.",
-            )
-            for target, name in zip(TARGETS, ("correlations.png", "forgetting-correlations.png"))
-        ),
+        )
+    ]
+    for name, target in zip(("correlations.png", "forgetting-correlations.png"), TARGETS):
+        caption = (
+            f"Correlation of each measure with {TARGETS[target].label}: semi-partial, raw, 95 % "
+            "intervals."
+        )
+        of_target = [c for c in known if c.target == target]
+        drawings.append(Drawing(name, partial(curves.correlation_chart, of_target), caption))
+    drawings += [
         Drawing(
             "measures.png",
             partial(curves.measure_curves, runs),
@@ -229,20 +211,16 @@ def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]])
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any) -> Any:
     """Draw the first synthetic images on which a run was measured.
 
-    Returns False if the run did not measure on them or its configuration does not say their size.
+    Returns None if the run did not measure on them or its configuration does not say their size.
     """
     from fastlr.inputs import ShapeImages
 
-    if (
-        "local_redundancy" not in run.measures
-        or not isinstance(size, int)
-        or not isinstance(seed, int)
-    ):
-        return False
+    is_known = isinstance(size, int) and isinstance(seed, int)
+    if not is_known or "local_redundancy" not in run.measures:
+        return None
     enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
     images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)
-    contact_sheet(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3), path)
-    return True
+    return tiled(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3))

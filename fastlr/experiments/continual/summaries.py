@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
+from fastlr.experiments.continual.fields import REFERENCE, SHAPES
 from fastlr.experiments.continual.records import ContinualRun
-from fastlr.experiments.runs.records import Array, finite
+from fastlr.experiments.runs.records import Array, all_measures, finite, logarithm
 from fastlr.experiments.statistics.bootstrap import (
     block_length,
     block_weights,
@@ -18,15 +20,6 @@ from fastlr.experiments.statistics.bootstrap import (
 )
 from fastlr.experiments.statistics.correlation import constant, correlation
 
-REFERENCE = "local_redundancy_next_task"
-SHAPES = "local_redundancy"
-INPUTS = {  # what each estimate is taken on
-    SHAPES: "shapes",
-    "local_redundancy_noise": "Gaussian noise",
-    "local_redundancy_series": "Gaussian series",
-    REFERENCE: "next task's real images",
-    "local_redundancy_real": "real inputs",
-}
 FEWEST_FOR_ERROR = 91  # boundaries: four blocks
 
 
@@ -62,37 +55,32 @@ def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list
     Forgetting of task t is its accuracy right after training on it minus its accuracy after task t
     + 1.
     """
-    longest = max(len(run) for run in runs)
+    longest = max(map(len, runs))
     size = max(10, -(-longest // blocks))
-    stretches = [(0, longest)] + [
-        (start, min(start + size, longest)) for start in range(0, longest, size)
-    ]
-    if len(stretches) == 2:
-        stretches = stretches[:1]
-    result = []
-    for start, stop in stretches:
-        lost = [run.forgetting[start:stop] for run in runs]
-        accuracies = [
-            run.accuracy[start:stop][np.isfinite(values)] for run, values in zip(runs, lost)
-        ]
-        lost = [finite(values) for values in lost]
-        n = sum(map(len, lost))
-        if not n:
-            continue
-        right_after, mean = (
-            float(np.concatenate(accuracies).mean()),
-            float(np.concatenate(lost).mean()),
-        )
-        # NaN stays NaN.
-        variance = sum(
-            (len(values) / n * mean_error(values)) ** 2 for values in lost if len(values)
-        )
-        result.append(
-            ForgettingBlock(
-                start, stop - 1, n, right_after, right_after - mean, mean, math.sqrt(variance)
-            )
-        )
-    return result
+    stretches = [(0, longest)]
+    if longest > size:
+        stretches += [(start, min(start + size, longest)) for start in range(0, longest, size)]
+    found = [_forgetting(runs, start, stop) for start, stop in stretches]
+    return [block for block in found if block is not None]
+
+
+def _forgetting(runs: Sequence[ContinualRun], start: int, stop: int) -> ForgettingBlock | None:
+    """Return the mean forgetting over the tasks ``start`` .. ``stop`` - 1; None if none counts."""
+    right_after, lost = [], []
+    for run in runs:
+        values = run.forgetting[start:stop]
+        known = np.isfinite(values)
+        right_after.append(run.accuracy[start:stop][known])
+        lost.append(values[known])
+    n = sum(map(len, lost))
+    if not n:
+        return None
+    accuracy = float(np.concatenate(right_after).mean())
+    mean = float(np.concatenate(lost).mean())
+    # NaN stays NaN.
+    errors = [len(values) / n * mean_error(values) for values in lost if len(values)]
+    stderr = math.sqrt(sum(error**2 for error in errors))
+    return ForgettingBlock(start, stop - 1, n, accuracy, accuracy - mean, mean, stderr)
 
 
 @dataclass(frozen=True)
@@ -198,48 +186,58 @@ def agreement(
     """
     runs = [run for run in runs if reference in run.measures]
     if candidates is None:
-        names = dict.fromkeys(name for run in runs for name in run.measures)
-        candidates = [
-            n for n in names if n == SHAPES or (n.startswith(f"{SHAPES}_") and n != reference)
-        ]
+        candidates = [name for name in all_measures(runs) if _is_candidate(name, reference)]
     result = []
-    for name in candidates:
-        series = [(run.measure(name), run.measure(reference)) for run in runs]
-        for transform in ("raw", "log"):
-            pairs = []
-            for x, y in series:
-                if transform == "log":
-                    x, y = _log(x), _log(y)
-                known = np.isfinite(x) & np.isfinite(y)
-                if known.sum() >= 3 and not constant(x[known]) and not constant(y[known]):
-                    pairs.append((x[known], y[known]))
-            if pairs:
-                result.append(_agree(name, transform, pairs, resamples, seed))
+    for name, transform in product(candidates, ("raw", "log")):
+        pairs = []
+        for run in runs:
+            x, y = run.measure(name), run.measure(reference)
+            if transform == "log":
+                x, y = logarithm(x), logarithm(y)
+            known = np.isfinite(x) & np.isfinite(y)
+            if known.sum() >= 3 and not constant(x[known]) and not constant(y[known]):
+                pairs.append((x[known], y[known]))
+        if pairs:
+            result.append(_agree(name, transform, pairs, resamples, seed))
     return result
+
+
+def _is_candidate(name: str, reference: str) -> bool:
+    return name != reference and (name == SHAPES or name.startswith(f"{SHAPES}_"))
 
 
 def _agree(
     name: str, transform: str, pairs: list[tuple[Array, Array]], resamples: int, seed: int
 ) -> Agreement:
+    """Compare an estimate with the reference, the pairs of series of each run pooled."""
     n = sum(len(x) for x, _ in pairs)
-    shares = [len(x) / n for x, _ in pairs]
-
-    def mean(values: list[float]) -> float:
-        return sum(share * value for share, value in zip(shares, values))
-
-    r = mean([correlation("pearson", x, y) for x, y in pairs])
-    identity = mean(
-        [1 - float(((x - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()) for x, y in pairs]
+    shares = np.array([len(x) / n for x, _ in pairs])
+    of_runs = np.array([_agreement_of_run(x, y, transform) for x, y in pairs])
+    r, identity, squared, log_ratio = map(float, (shares[:, None] * of_runs).sum(0))
+    return Agreement(
+        measure=name,
+        transform=transform,
+        r=r,
+        stderr=_error(r, pairs, shares, resamples, seed),
+        r_squared=r * r,
+        identity=identity,
+        squared_error=squared,
+        mse=2 * (1 - r),
+        ratio=math.exp(log_ratio),
+        n=n,
     )
-    squared = mean([float(((x - y) ** 2).mean()) for x, y in pairs])
-    logs = pairs if transform == "log" else [(_log(x), _log(y)) for x, y in pairs]
-    ratio = math.exp(mean([float((x - y).mean()) for x, y in logs]))
-    error = _error(r, pairs, shares, resamples, seed)
-    return Agreement(name, transform, r, error, r * r, identity, 2 * (1 - r), ratio, n, squared)
+
+
+def _agreement_of_run(x: Array, y: Array, transform: str) -> tuple[float, float, float, float]:
+    """Return a run's r, R^2 of the line x = y, mean squared error, and logarithm of the ratio."""
+    squares = (x - y) ** 2
+    identity = 1 - squares.sum() / ((y - y.mean()) ** 2).sum()
+    logs = x - y if transform == "log" else logarithm(x) - logarithm(y)
+    return correlation("pearson", x, y), identity, squares.mean(), logs.mean()
 
 
 def _error(
-    r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int
+    r: float, pairs: list[tuple[Array, Array]], shares: Array, resamples: int, seed: int
 ) -> float:
     if min(len(x) for x, _ in pairs) < FEWEST_FOR_ERROR:
         return math.nan
@@ -253,7 +251,3 @@ def _error(
             replicates += share * (xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2))
         blocks += -(-len(x) // length)
     return interval(r, replicates, blocks, len(pairs)).stderr
-
-
-def _log(values: Array) -> Array:
-    return np.log(np.where(values > 0, values, np.nan))

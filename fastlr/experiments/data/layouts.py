@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import unicodedata
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import torch
 from numpy.lib import format as npy_format
 
 from fastlr.errors import InputError, few
-from fastlr.experiments.data.decode import open_file, open_zip
+from fastlr.experiments.data.sources import Source, duplicate
 from fastlr.ops.philox import STREAMS, random_words
 
 FORMATS = ("imagenet", "folder", "npy")
@@ -68,47 +65,6 @@ class ClassFiles:
 
 
 @dataclass
-class Source:
-    """A folder or zip archive with its listing.
-
-    Attributes:
-        path: of the folder or archive.
-        zipped: True for an archive.
-        prefix: folders that wrap everything ("" or with a slash at the end).
-        files: all files below the prefix, sorted; hidden ones are not listed.
-        folders: all folders below the prefix.
-        checksums: of each file, for archives.
-    """
-
-    path: Path
-    zipped: bool
-    prefix: str
-    files: list[str]
-    folders: set[str]
-    checksums: dict[str, int]
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file below the prefix."""
-        return open_file(str(self.path), self.zipped, self.prefix + name)
-
-    def names_checksum(self, classes: Sequence[ClassFiles]) -> str:
-        """Return the SHA-256 over the classes and file names that a store is made of.
-
-        Files in archives count with their checksums.
-        """
-        digest = hashlib.sha256()
-        for entry in classes:
-            names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
-            lines = [
-                entry.name,
-                str(entry.shape),
-                *(f"{name} {self.checksums.get(name, '')}" for name in names),
-            ]
-            digest.update("\0".join(lines).encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
-
-
-@dataclass
 class Layout:
     """The classes of a source.
 
@@ -126,104 +82,18 @@ class Layout:
     ignored: dict[str, int]
 
 
-def list_source(path: str | Path) -> Source:
-    """List a folder or a .zip file.
+def names_checksum(source: Source, classes: Sequence[ClassFiles]) -> str:
+    """Return the SHA-256 over the classes and file names that a store is made of.
 
-    Raises:
-        InputError: It is not there, is neither, cannot be read, is encrypted or compressed
-            otherwise than by deflate, or holds two files of one name.
+    Files in archives count with their checksums.
     """
-    path = Path(os.path.abspath(path))
-    checksums: dict[str, int] = {}
-    if path.is_dir():
-        files, folders = _walk(path)
-    elif path.is_file():
-        files, folders, checksums = _list_archive(path)
-    else:
-        what = "is neither a folder nor a file" if path.exists() else "does not exist"
-        raise InputError(
-            f"{path} {what}: give a folder of images or of .npy files, or a .zip of one"
-        )
-    if not files:
-        raise InputError(
-            f"{path} holds no files: give a folder of images or of .npy files, or a .zip of one"
-        )
-    files.sort()
-    prefix = _wrapper(files, folders)
-    cut = len(prefix)
-    return Source(
-        path,
-        not path.is_dir(),
-        prefix,
-        [name[cut:] for name in files],
-        {name[cut:] for name in folders if len(name) > cut and name.startswith(prefix)},
-        {name[cut:]: checksum for name, checksum in checksums.items()},
-    )
-
-
-def _walk(path: Path) -> tuple[list[str], set[str]]:
-    """Return the files and the folders below a folder."""
-    files: list[str] = []
-    folders: set[str] = set()
-
-    def fail(error: OSError) -> None:
-        raise InputError(f"cannot list {error.filename}: {error.strerror}") from error
-
-    seen: dict[str, str] = {}  # the folder that a path leads to -> the path
-    for folder, inside, names in os.walk(path, followlinks=True, onerror=fail):
-        earlier = seen.setdefault(os.path.realpath(folder), folder)
-        if earlier is not folder:
-            raise InputError(
-                f"{folder} and {earlier} are one folder: remove the link, or its images would "
-                "count twice"
-            )
-        inside[:] = sorted(name for name in inside if not _hidden(name))
-        below = os.path.relpath(folder, path).replace(os.sep, "/")
-        below = "" if below == "." else below + "/"
-        folders.update(below + name for name in inside)
-        files += [below + name for name in names if not _hidden(name)]
-    return files, folders
-
-
-def _list_archive(path: Path) -> tuple[list[str], set[str], dict[str, int]]:
-    """Return the files and the folders in an archive, and the checksum of each file."""
-    try:
-        infos = [
-            info
-            for info in open_zip(str(path)).infolist()
-            if not any(map(_hidden, info.filename.split("/")))
-        ]
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise InputError(
-            f"{path} is no readable .zip file ({error}): give a folder or a whole zip file"
-        ) from error
-    if any(info.flag_bits & 1 for info in infos):
-        raise InputError(f"{path} is encrypted: unpack it and give the folder")
-    absolute = next((info.filename for info in infos if info.filename.startswith("/")), None)
-    if absolute is not None:
-        raise InputError(
-            f"{path} holds {absolute}, a path from the root: make the archive anew, from within "
-            "its folder"
-        )
-    odd = next(
-        (
-            info
-            for info in infos
-            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        ),
-        None,
-    )
-    if odd is not None:  # Python unpacks others without a bound
-        raise InputError(
-            f"{odd.filename} of {path} is not compressed by deflate: make the archive anew with it"
-        )
-    files = [info.filename for info in infos if not info.is_dir()]
-    twice = _duplicate(files)
-    if twice is not None:
-        raise InputError(f"{path} holds {twice} twice: make the archive anew with one of them")
-    folders = {info.filename.rstrip("/") for info in infos if info.is_dir()}
-    folders |= {str(parent) for name in files for parent in PurePosixPath(name).parents} - {"."}
-    return files, folders, {info.filename: info.CRC for info in infos}
+    digest = hashlib.sha256()
+    for entry in classes:
+        names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
+        lines = [entry.name, str(entry.shape)]
+        lines += [f"{name} {source.checksums.get(name, '')}" for name in names]
+        digest.update("\0".join(lines).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def scan(
@@ -259,24 +129,32 @@ def scan(
         )
     listed, ignored = {"imagenet": _imagenet, "folder": _folder, "npy": _npy}[kind](source)
     classes = _choose(listed, limit, source)
-    held_out = kind != "npy" and not any(entry.test for entry in listed)
+    held_out = False
+    if kind == "npy":
+        _npy_shapes(source, classes, npy_train)
+    else:
+        held_out = not any(entry.test for entry in listed)
+        _check_files(source, classes, held_out)
+    if held_out:
+        for entry in classes:
+            _hold_out(entry, test_fraction, seed)
+    for before, entry in zip(classes, classes[1:]):
+        entry.first = before.first + before.rows
+    return Layout(kind, classes, held_out, dict(ignored))
+
+
+def _check_files(source: Source, classes: list[ClassFiles], held_out: bool) -> None:
+    """Refuse classes without training images, and those without test images where others have."""
     for entry in classes:
-        if kind != "npy" and not entry.train:
+        if not entry.train:
             raise InputError(
                 f"class {entry.name} of {source.path} is empty: add images, remove the folder, "
                 f"{_NAMED}"
             )
-        if kind != "npy" and not (entry.test or held_out):
+        if not (entry.test or held_out):
             raise InputError(
                 f"class {entry.name} of {source.path} has no images in val/: add some, {_NAMED}"
             )
-        if held_out:
-            _hold_out(entry, test_fraction, seed)
-    if kind == "npy":
-        _npy_shapes(source, classes, npy_train)
-    for before, entry in zip(classes, classes[1:]):
-        entry.first = before.first + before.rows
-    return Layout(kind, classes, held_out, dict(ignored))
 
 
 _NAMED = "or name the wanted classes by --limit-classes"
@@ -369,15 +247,12 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
     for entry in classes:
         assert entry.npy is not None
         try:
-            with source.open(entry.npy[len(source.prefix) :]) as file:
+            with source.place.open(entry.npy) as file:
                 head = io.BytesIO(file.read(_HEADER))
-            version = npy_format.read_magic(head)
-            read = (
-                npy_format.read_array_header_1_0
-                if version == (1, 0)
-                else npy_format.read_array_header_2_0
-            )
-            shape, _, dtype = read(head)
+            if npy_format.read_magic(head) == (1, 0):
+                shape, _, dtype = npy_format.read_array_header_1_0(head)
+            else:
+                shape, _, dtype = npy_format.read_array_header_2_0(head)
         except (ValueError, OSError, zipfile.BadZipFile) as error:
             raise InputError(
                 f"{entry.npy} of {source.path} is no .npy file: {error}; {_WANTED}"
@@ -403,17 +278,18 @@ _WANTED = "wanted is uint8 [n, 3, H, W], such as [700, 3, 32, 32]"
 def _choose(
     classes: list[ClassFiles], limit: int | Sequence[str] | None, source: Source
 ) -> list[ClassFiles]:
-    twice = _duplicate(unicodedata.normalize("NFC", entry.name).strip() for entry in classes)
+    twice = duplicate(unicodedata.normalize("NFC", entry.name).strip() for entry in classes)
     if twice is not None:
         raise InputError(f"{source.path} has two classes of the name {twice}: rename one")
-    numbers = all(entry.name.isascii() and entry.name.isdigit() for entry in classes)
-    classes = sorted(classes, key=lambda entry: (int(entry.name) if numbers else 0, entry.name))
+    classes = sorted(classes, key=lambda entry: entry.name)
+    if all(entry.name.isascii() and entry.name.isdigit() for entry in classes):
+        classes.sort(key=lambda entry: int(entry.name))
     if isinstance(limit, int):
         if not 1 <= limit <= len(classes):
             raise InputError(f"--limit-classes {limit}: {source.path} has {len(classes)} classes")
         classes = classes[:limit]
     elif limit is not None:
-        twice = _duplicate(limit)
+        twice = duplicate(limit)
         if twice is not None:
             raise InputError(f"--limit-classes names {twice} twice: name each class once")
         unknown = sorted(set(limit) - {entry.name for entry in classes})
@@ -443,32 +319,6 @@ def _hold_out(entry: ClassFiles, fraction: float, seed: int) -> None:
     files = entry.train
     entry.train = [name for i, name in enumerate(files) if i not in held_out]
     entry.test = [name for i, name in enumerate(files) if i in held_out]
-
-
-def _wrapper(files: list[str], folders: set[str]) -> str:
-    """Return the folders that hold everything, such as "tiny-imagenet-200/" ("" without any)."""
-    prefix = ""
-    while True:
-        head = prefix + files[0][len(prefix) :].split("/", 1)[0] + "/"
-        cut = len(head)
-        alone = all(name.startswith(head) for name in files) and not any(
-            folder.startswith(prefix) and not (folder + "/").startswith(head) for folder in folders
-        )
-        layered = all(name.lower().endswith(".npy") for name in files) or any(
-            "/" in name[cut:] for name in files
-        )
-        if not alone or not layered or head == prefix + "train/":
-            return prefix
-        prefix = head
-
-
-def _duplicate(names: Iterable[str]) -> str | None:
-    """Return a name that is there more than once, or None."""
-    return next((name for name, count in Counter(names).items() if count > 1), None)
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
 
 
 def _is_image(name: str) -> bool:

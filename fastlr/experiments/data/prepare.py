@@ -13,7 +13,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from fastlr.experiments.data.decode import (
     RULES,
     SPLITS,
     SourceError,
-    size_within,
 )
-from fastlr.experiments.data.layouts import ClassFiles, Source, list_source, scan
+from fastlr.experiments.data.layouts import ClassFiles, names_checksum, scan
+from fastlr.experiments.data.sources import Source, list_source
 from fastlr.experiments.data.store import (
     IMAGES,
     INDEX,
@@ -42,7 +43,7 @@ from fastlr.experiments.data.store import (
     read_index,
 )
 from fastlr.experiments.data.workers import AGAIN, disk_error, run_jobs
-from fastlr.files import lock_folder, replace_file
+from fastlr.files import locked, replace_file
 from fastlr.ops.philox import check_seed
 
 JOURNAL, LOCK = "blocks.jsonl", ".lock"
@@ -96,11 +97,9 @@ def prepare(
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
-        workers = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        workers = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            workers = len(os.sched_getaffinity(0))
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
@@ -128,55 +127,52 @@ def prepare(
         "kind": layout.kind,
         "size": size,
         "resize": resize,
-        "test_fraction": test_fraction if layout.held_out else None,
-        "seed": seed if layout.held_out else None,
-        "npy_train": npy_train if layout.kind == "npy" else None,
+        "test_fraction": None,
+        "seed": None,
+        "npy_train": None,
         "classes": len(layout.classes),
         "listed": sum(entry.rows for entry in layout.classes),
-        "fingerprint": listing.names_checksum(layout.classes),
+        "fingerprint": names_checksum(listing, layout.classes),
         "ignored": layout.ignored,
     }
+    if layout.held_out:
+        plan.update(test_fraction=test_fraction, seed=seed)
+    if layout.kind == "npy":
+        plan["npy_train"] = npy_train
+    with _writing(folder):
+        show = progress or (lambda *_: None)
+        _make(folder, listing, layout.classes, plan, max_file_mb, workers, show)
+    return ImageStore.open(folder)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make and lock the folder of a store; errors of its disk say what to do."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder, name=LOCK)
-        try:
-            _make(
-                folder,
-                listing,
-                layout.classes,
-                plan,
-                max_file_mb,
-                workers,
-                progress or (lambda *_: None),
-            )
-        finally:
-            os.close(lock)
+        with locked(folder, name=LOCK):
+            yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"{folder} is no folder: choose another") from error
     except OSError as error:
-        if isinstance(error, (FileExistsError, NotADirectoryError)):
-            raise InputError(f"{folder} is no folder: choose another") from error
         if AGAIN in str(error):  # it says what to do already
             raise
         raise disk_error(
             error.errno, f"cannot write {folder}: {error.strerror or error}"
         ) from error
-    return ImageStore.open(folder)
 
 
 def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float) -> None:
-    """Refuse files that are too large, before anything is read.
-
-    Only files whose size the listing gives are looked at: those of an archive, and .npy files.
-    """
+    """Refuse files of an archive and .npy files that are too large, before anything is read."""
     if not max_file_mb > 0:
         raise InputError(
             f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}"
         )
     for entry in classes:
-        for name in (
-            [entry.npy] if entry.npy else [*entry.train, *entry.test] if listing.zipped else []
-        ):
+        known = [*entry.train, *entry.test] if listing.zipped else []
+        for name in [entry.npy] if entry.npy else known:
             try:
-                size_within(max_file_mb, str(listing.path), listing.zipped, name)
+                listing.place.size_within(max_file_mb, name)
             except SourceError as error:
                 raise InputError(str(error)) from None
 
@@ -205,8 +201,7 @@ def _make(
         "out": str(folder / IMAGES),
         "size": plan["size"],
         "resize": plan["resize"],
-        "root": str(listing.path),
-        "zipped": listing.zipped,
+        **listing.place._asdict(),
         "max_file_mb": max_file_mb,
     }
     jobs = [
@@ -306,23 +301,23 @@ def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
     earlier = {"resize": "crop", **earlier}  # before there was a choice
     plan["resize"] = plan["resize"] or earlier["resize"]
     for key in plan:
-        if key not in ("source", "ignored") and earlier.get(key) != plan[key]:
-            what = (
-                "other files of the source" if key == "fingerprint" else f"{key} {earlier.get(key)}"
-            )
-            now = "" if key == "fingerprint" else f", not {plan[key]}"
-            raise InputError(
-                f"{folder} holds a store made with {what}{now}: choose another folder, or remove it"
-            )
+        if key in ("source", "ignored") or earlier.get(key) == plan[key]:
+            continue
+        what = f"{key} {earlier.get(key)}, not {plan[key]}"
+        if key == "fingerprint":
+            what = "other files of the source"
+        raise InputError(
+            f"{folder} holds a store made with {what}: choose another folder, or remove it"
+        )
     return {entry["name"]: entry for entry in entries}
 
 
 def _journal(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of the journal; a kill can leave half a line at its end."""
-    entries = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
+    entries: list[dict[str, Any]] = []
+    if not path.exists():
+        return entries
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entries.append(json.loads(line))
         except ValueError:
@@ -354,8 +349,9 @@ def _intact(
         digests[i] = digest
         add(classes[i].rows)
 
-    small = total * row_bytes < 1 << 28  # then starting processes would take longer
-    run_jobs(jobs, 1 if small else workers, lambda images: None, keep)
+    if total * row_bytes < 1 << 28:  # starting processes would take longer
+        workers = 1
+    run_jobs(jobs, workers, lambda images: None, keep)
     return {
         entry.name: blocks[entry.name]
         for i, entry in written.items()
@@ -388,14 +384,14 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _reserve(descriptor: int, path: Path, size: int) -> None:
-    unsupported = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in unsupported:
-                raise
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    except AttributeError:  # not on every system
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
     if shutil.disk_usage(path).free < size - os.fstat(descriptor).st_size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.truncate(path, size)

@@ -26,6 +26,7 @@ from fastlr.ops.philox import STREAMS, check_seed, normals
 DATES = ("date", "datetime", "timestamp", "time")  # names of the date column, in any case
 _FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # besides ISO 8601
 _DAY, _WEEK = 24, 168
+_FEATURES = 7  # of a generated series, called F0, F1, ...
 _OUTLIER = 1e4  # times the median distance from the median
 
 
@@ -110,6 +111,31 @@ def read_series(path: str | Path) -> Table:
 
 def _read(path: Path, reader: Iterator[list[str]]) -> Table:
     header = [cell.strip() for cell in next(reader, [])]
+    date_column = _date_column(path, header)
+    named = header[date_column]
+    columns = header[:date_column] + header[date_column + 1 :]
+    dates: list[datetime] = []
+    lines: list[int] = []
+    values: list[list[float]] = []
+    for row in reader:
+        if not any(cell.strip() for cell in row):
+            continue
+        lines.append(reader.line_num)  # type: ignore[attr-defined]
+        where = f"{path}, line {lines[-1]}"
+        if len(row) != len(header):
+            raise InputError(f"{where}: {len(row)} cells, but the header has {len(header)}")
+        dates.append(_date(row.pop(date_column).strip(), f"{where}, column {named}"))
+        values.append([_number(cell, f"{where}, column {of}") for of, cell in zip(columns, row)])
+    if len(values) < 2:
+        raise InputError(f"{path} has {len(values)} rows: a series needs at least two")
+    step = _even_step(path, named, dates, lines)
+    table = Table(path.stem, path.absolute(), tuple(columns), np.array(values), step)
+    _warn_of_outliers(table, lines)
+    return table
+
+
+def _date_column(path: Path, header: list[str]) -> int:
+    """Return the place of the column of dates; refuse a header that is not that of a series."""
     named = [i for i, cell in enumerate(header) if cell.lower() in DATES]
     if len(named) != 1:
         count = "no" if not named else f"{len(named)} columns that could be the"
@@ -117,52 +143,27 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
             f"{path}: {count} date column among {', '.join(header[:8]) or 'nothing'}: name one of "
             "them date, and separate columns by commas"
         )
-    features = [i for i in range(len(header)) if i != named[0]]
-    columns = tuple(header[i] for i in features)
-    if not columns:
-        raise InputError(
-            f"{path} has no column besides {header[named[0]]}: there is nothing to forecast"
-        )
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(
-            f"{path} has two columns called {twice or '(empty name)'}: give each a name of its own"
-        )
-    dates: list[datetime] = []
-    lines: list[int] = []
-    values: list[list[float]] = []
-    for row in reader:
-        line = reader.line_num  # type: ignore[attr-defined]
-        if not any(cell.strip() for cell in row):
-            continue
-        if len(row) != len(header):
+    if len(header) == 1:
+        raise InputError(f"{path} has no column besides {header[0]}: there is nothing to forecast")
+    for name in header:
+        if header.count(name) > 1:
             raise InputError(
-                f"{path}, line {line}: {len(row)} cells, but the header has {len(header)}"
+                f"{path} has two columns called {name or '(empty name)'}: give each a name of its "
+                "own"
             )
-        dates.append(
-            _date(row[named[0]].strip(), f"{path}, line {line}, column {header[named[0]]}")
-        )
-        values.append([_number(row[i], path, line, header[i]) for i in features])
-        lines.append(line)
-    if len(values) < 2:
-        raise InputError(f"{path} has {len(values)} rows: a series needs at least two")
-    step = _even_step(path, header[named[0]], dates, lines)
-    _warn_of_outliers(path, columns, np.array(values), lines)
-    return Table(path.stem, path.absolute(), columns, np.array(values), step)
+    return named[0]
 
 
-def _warn_of_outliers(
-    path: Path, columns: tuple[str, ...], values: NDArray[np.float64], lines: list[int]
-) -> None:
+def _warn_of_outliers(table: Table, lines: list[int]) -> None:
     """Warn of a cell so far out that normalising flattens the rest of its column to a line."""
-    for column, cells in zip(columns, values.T):
+    for column, cells in zip(table.columns, table.values.T):
         with np.errstate(over="ignore"):
             distance = np.abs(cells - np.median(cells))
         changing = distance[distance > 0]
         at = int(distance.argmax())
         if len(changing) and distance[at] > _OUTLIER * np.median(changing):
             warnings.warn(
-                f"{path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
+                f"{table.path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
                 f"{_OUTLIER:g} times as far from the median as other cells are, and flattens the "
                 "column when it is normalised; mend it if it is an error",
                 FastlrWarning,
@@ -170,16 +171,14 @@ def _warn_of_outliers(
             )
 
 
-def _number(text: str, path: Path, line: int, column: str) -> float:
+def _number(text: str, where: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         what = f"{text.strip()!r} is no finite number" if text.strip() else "the cell is empty"
-        raise InputError(
-            f"{path}, line {line}, column {column}: {what}; fill it in, or leave the column out"
-        )
+        raise InputError(f"{where}: {what}; fill it in, or leave the column out")
     return number
 
 
@@ -210,30 +209,28 @@ def _even_step(path: Path, column: str, dates: list[datetime], lines: list[int])
     return usual
 
 
-def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> Table:
+def generated_series(rows: int = 4000, *, seed: int = 0) -> Table:
     """Make an hourly series with daily and weekly cycles: for the demo and tests, not for findings.
 
-    Each feature has a level, a daily cycle with a second harmonic, a weekly cycle, a slow drift and
-    noise that forgets its past with 0.9 a step; half of the noise is common to all features.
+    Each of its 7 features has a level, a daily cycle with a second harmonic, a weekly cycle, a slow
+    drift and noise that forgets its past with 0.9 a step; half of the noise is common to all.
     Amplitudes and phases differ from feature to feature and from seed to seed. The same numbers on
     every machine, up to the last bits of sines.
 
     Args:
         rows: Hours.
-        features: Columns, called F0, F1, ...
         seed: In ``[0, 2**64)``.
 
     Raises:
-        InputError: Fewer than two rows, no feature, or a seed out of range.
+        InputError: Fewer than two rows, or a seed out of range.
 
     Example:
-        >>> generated_series(rows=100, features=2).values.shape
-        (100, 2)
+        >>> generated_series(rows=100).values.shape
+        (100, 7)
     """
     check_seed(seed)
-    for name, value, least in (("rows", rows, 2), ("features", features, 1)):
-        if value < least:
-            raise InputError(f"a generated series of {value} {name}: give at least {least}")
+    if rows < 2:
+        raise InputError(f"a generated series of {rows} rows: give at least 2")
 
     def draw(start: int, count: int, width: int) -> NDArray[np.float64]:
         stream = STREAMS["generated series"]
@@ -248,7 +245,7 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
         )
         return noise.numpy()
 
-    shape = draw(0, 8, features)  # the noise of hour t is drawn at index 8 + t
+    shape = draw(0, 8, _FEATURES)  # the noise of hour t is drawn at index 8 + t
     hours = np.arange(rows, dtype=np.float64)[:, None]
     day, week = 2 * np.pi * hours / _DAY, 2 * np.pi * hours / _WEEK
     values = 10 + 5 * shape[0]
@@ -256,13 +253,14 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
     values = values + (0.4 + 0.2 * np.abs(shape[3])) * np.sin(2 * day + 2 * shape[4])
     values = values + (0.8 + 0.4 * np.abs(shape[5])) * np.sin(week + 2 * shape[6])
     values = values + 0.5 * np.sin(2 * np.pi * hours / 2000 + 2 * shape[7])
-    noise = draw(8, rows, features + 1)
+    noise = draw(8, rows, _FEATURES + 1)
     noise = 0.3 * (noise[:, :1] + noise[:, 1:]) / math.sqrt(2)
-    state = np.zeros(features)
+    state = np.zeros(_FEATURES)
     for hour in range(rows):
         state = 0.9 * state + noise[hour]
         values[hour] += state
-    return Table(f"generated:{seed}", None, tuple(f"F{i}" for i in range(features)), values, 3600.0)
+    names = tuple(f"F{i}" for i in range(_FEATURES))
+    return Table(f"generated:{seed}", None, names, values, 3600.0)
 
 
 @dataclass(frozen=True)

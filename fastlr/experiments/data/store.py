@@ -51,8 +51,11 @@ def build_index(
         )
         first += block["rows"]
     size = plan["size"]
-    images = {split: sum(block[split] for block in blocks) for split in SPLITS}
-    images["left_out"] = sum(len(block["left_out"]) for block in blocks)
+    images = dict.fromkeys((*SPLITS, "left_out"), 0)
+    for block in blocks:
+        images["train"] += block["train"]
+        images["test"] += block["test"]
+        images["left_out"] += len(block["left_out"])
     content = [
         [size, first],
         *([entry["name"], entry["train"], entry["test"], entry["sha256"]] for entry in classes),
@@ -119,8 +122,11 @@ def _check_index(index: dict[str, Any]) -> None:
     count, height, width, channels = index["shape"]
     first = 0
     for entry in index["classes"]:
-        (a, b), (c, d) = entry["train"], entry["test"]
-        if not (entry["first"] == first == a < b == c < d <= first + entry["rows"]):
+        # Training images, then test images, then zero rows in place of what was left out.
+        train, middle = entry["train"]
+        test, end = entry["test"]
+        begins_where_it_should = entry["first"] == train == first and middle == test
+        if not begins_where_it_should or not first < middle < end <= first + entry["rows"]:
             raise ValueError(f"rows of class {entry['name']}")
         first += entry["rows"]
     if index["dtype"] != "uint8" or channels != CHANNELS or height != width or first != count:
@@ -150,7 +156,6 @@ class ImageStore:
         self.classes: list[str] = [entry["name"] for entry in index["classes"]]
         self.size: int = index["shape"][1]
         self.digest: str = index["sha256"]
-        self._position = {name: i for i, name in enumerate(self.classes)}
         self._verified: set[int] = set()
 
     @classmethod
@@ -194,33 +199,21 @@ class ImageStore:
             )
         return self._pixels
 
-    def class_index(self, item: int | str) -> int:
-        """Return the index of a class given by its name or index.
+    def range(self, position: int, split: str) -> tuple[int, int]:
+        """Return the first row, and one past the last, of a class's images of a split.
+
+        The split is "train" or "test".
 
         Raises:
-            InputError: There is no such class.
+            InputError: There is no such class or split.
         """
-        if isinstance(item, str):
-            if item not in self._position:
-                raise InputError(
-                    f"{self} has no class {item}; the first are {', '.join(self.classes[:4])}"
-                )
-            return self._position[item]
-        position = item.__index__()
+        if split not in SPLITS:
+            raise InputError(f"split {split!r}: choose train or test")
         if not 0 <= position < len(self.classes):
             raise InputError(
                 f"{self} has classes 0..{len(self.classes) - 1}, there is no class {position}"
             )
-        return position
-
-    def range(self, item: int | str, split: str) -> tuple[int, int]:
-        """Return the first row, and one past the last, of a class's images of a split.
-
-        The split is "train" or "test".
-        """
-        if split not in SPLITS:
-            raise InputError(f"split {split!r}: choose train or test")
-        start, stop = self.index["classes"][self.class_index(item)][split]
+        start, stop = self.index["classes"][position][split]
         return start, stop
 
     def rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -241,39 +234,35 @@ class ImageStore:
 
     def load(
         self,
-        classes: Sequence[int | str],
+        classes: Sequence[int],
         split: str = "train",
         *,
         device: torch.device | str | None = None,
-        pin_memory: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Read all images of some classes.
 
         Args:
-            classes: Names or indices.
+            classes: Their indices.
             split: "train" or "test".
             device: Where the tensors are wanted (None: the CPU). To a GPU they go through pinned
                 memory, queued on the current stream.
-            pin_memory: Pin the tensors on the CPU (with ``device`` None or "cpu").
 
         Returns:
             images: uint8 ``[n, 3, H, W]`` with channels_last strides, class after class.
-            labels: int64 ``[n]``, the position in ``classes``: 0 for the first class named.
+            labels: int64 ``[n]``, the position in ``classes``: 0 for the first.
 
         Raises:
             InputError: An unknown class or split, no class, or a store that is no longer what was
                 written.
         """
-        if isinstance(classes, (str, int)) or not len(classes):
-            raise InputError(
-                f"classes must be a sequence of at least one name or index, got {classes!r}"
-            )
-        ranges = [self.range(item, split) for item in classes]
-        for item in classes:
-            self.verify(item)
+        if not len(classes):
+            raise InputError("give at least one class")
+        ranges = [self.range(position, split) for position in classes]
+        for position in classes:
+            self.verify(position)
         place = torch.device("cpu" if device is None else device)
         total = sum(stop - start for start, stop in ranges)
-        pinned = pin_memory or place.type == "cuda"
+        pinned = place.type == "cuda"
         pixels = torch.empty(
             total, self.size, self.size, CHANNELS, dtype=torch.uint8, pin_memory=pinned
         )
@@ -305,13 +294,12 @@ class ImageStore:
                 f"cannot read {self.path / IMAGES}: {error.strerror or error}"
             ) from error
 
-    def verify(self, item: int | str) -> None:
+    def verify(self, position: int) -> None:
         """Check the images of a class against their checksum, the first time that it is asked for.
 
         Raises:
             InputError: They are not what was written.
         """
-        position = self.class_index(item)
         if position not in self._verified and self.path is not None:
             if not self._is_whole(self.index["classes"][position]):
                 raise InputError(

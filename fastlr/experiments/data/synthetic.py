@@ -25,6 +25,7 @@ from fastlr.experiments.data.store import IMAGES, INDEX, ImageStore, build_index
 from fastlr.files import replace_file
 from fastlr.ops.philox import STREAMS, check_seed, indices, random_words, uniform_integers
 
+NOISE = 64  # grey levels: range of the uniform noise on each pixel
 GRID = 6  # cells of a texture along a side: bumps of a sixth of the image
 # Image i of class c is drawn at index (c + 1) * 2**32 + i, the texture of class c at index c.
 _CLASS_BITS = 32
@@ -38,7 +39,6 @@ def synthetic_store(
     train: int = 200,
     test: int = 50,
     seed: int = 0,
-    noise: int = 64,
 ) -> ImageStore:
     """Make a store of synthetic images.
 
@@ -50,7 +50,6 @@ def synthetic_store(
         train: Training images a class.
         test: Test images a class; image i of a class is the same whatever the numbers.
         seed: In ``[0, 2**64)``.
-        noise: Range of the uniform noise on each pixel, 0 to 128 grey levels.
 
     Raises:
         InputError: An argument is out of range, or the folder holds something.
@@ -61,14 +60,13 @@ def synthetic_store(
         ("size", size, 8, 4096),
         ("train", train, 1, 1 << 24),
         ("test", test, 1, 1 << 24),
-        ("noise", noise, 0, 128),
     ):
         if not low <= value <= high:
             raise InputError(f"{name} must lie in {low}..{high}, got {value}")
     blocks, parts = [], []
     for c in range(classes):
         pixels = (
-            texture_images(c, 0, train + test, size=size, seed=seed, noise=noise)
+            texture_images(c, 0, train + test, size=size, seed=seed)
             .permute(0, 2, 3, 1)
             .contiguous()
         )
@@ -84,7 +82,7 @@ def synthetic_store(
     }
     from fastlr import __version__
 
-    index = build_index({**plan, "noise": noise}, blocks, {"fastlr": __version__, "decoders": []})
+    index = build_index({**plan, "noise": NOISE}, blocks, {"fastlr": __version__, "decoders": []})
     data = torch.cat(parts).numpy()
     if path is None:
         return ImageStore(index, pixels=data)
@@ -98,7 +96,7 @@ def synthetic_store(
 
 
 def texture_images(
-    texture_class: int, start: int, stop: int, *, size: int = 32, seed: int = 0, noise: int = 64
+    texture_class: int, start: int, stop: int, *, size: int = 32, seed: int = 0
 ) -> Tensor:
     """Return the images ``start .. stop-1`` of a class, uint8 ``[n, 3, size, size]``.
 
@@ -121,7 +119,7 @@ def texture_images(
     grain = torch.stack([grain >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(1)[
         :, :pixels
     ]
-    out += (grain * noise >> 8).view_as(out) - noise // 2
+    out += (grain * NOISE >> 8).view_as(out) - NOISE // 2
     return (out + 128).clamp(0, 255).to(torch.uint8)
 
 

@@ -11,7 +11,6 @@ index and normalised there::
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -35,8 +34,8 @@ class Pair(NamedTuple):
     Rounds are counted from 0.
     """
 
-    first: Any
-    second: Any
+    first: int
+    second: int
     round: int
 
 
@@ -109,7 +108,7 @@ class ClassPairs:
         return {"round": turn, "classes": [first, second], "names": names}
 
 
-def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 0) -> list[Pair]:
+def pairs(classes: int, count: int, seed: int = 0, start: int = 0) -> list[Pair]:
     """Draw pairs of classes uniformly without replacement, in rounds.
 
     A new round begins when all n (n - 1) / 2 pairs are used up.
@@ -126,14 +125,13 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
     milliseconds, the whole round seconds.
 
     Args:
-        classes: Their number n, or a sequence of n of them (names, say).
+        classes: Their number n.
         count: How many pairs.
         seed: In ``[0, 2**64)``.
         start: Position of the first.
 
     Returns:
-        The pairs at the positions ``start .. start + count - 1``: of indices, or of items of
-        ``classes``.
+        The pairs of indices at the positions ``start .. start + count - 1``.
 
     Raises:
         InputError: Fewer than two classes, or an argument out of range.
@@ -144,19 +142,17 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
         >>> pairs(1000, 3000)[2000:] == pairs(1000, 1000, start=2000)
         True
     """
-    names: Sequence[Any] = classes if isinstance(classes, Sequence) else range(classes)
-    n = len(names)
     check_seed(seed)
-    if not 2 <= n < 1 << 20:
-        raise InputError(f"pairs need 2 to {(1 << 20) - 1} classes, got {n}")
+    if not 2 <= classes < 1 << 20:
+        raise InputError(f"pairs need 2 to {(1 << 20) - 1} classes, got {classes}")
     if count < 0 or start < 0:
         raise InputError(f"count and start must not be negative, got {count} and {start}")
-    size = n * (n - 1) // 2
+    size = classes * (classes - 1) // 2
     drawn: list[Pair] = []
     while len(drawn) < count:
         turn, offset = divmod(start + len(drawn), size)
         stop = min(size, offset + count - len(drawn))
-        drawn += [Pair(names[a], names[b], turn) for a, b in _round(n, seed, turn, stop)[offset:]]
+        drawn += [Pair(a, b, turn) for a, b in _round(classes, seed, turn, stop)[offset:]]
     return drawn
 
 
@@ -178,24 +174,23 @@ def _round(n: int, seed: int, turn: int, stop: int) -> list[tuple[int, int]]:
 
 
 def load_task(
-    store: ImageStore, pair: Sequence[int | str], device: torch.device | str | None = None
+    store: ImageStore, pair: Sequence[int], device: torch.device | str | None = None
 ) -> Task:
     """Load the images of two classes to the device.
 
     Args:
         store: Where from.
-        pair: Two classes by name or index (more items, such as a :class:`Pair`'s round, are not
-            looked at).
+        pair: Two classes by index (more items, such as a :class:`Pair`'s round, are not looked at).
         device: None: the CPU.
 
     Raises:
         InputError: An unknown class, one class twice, or an unreadable store.
     """
-    first, second = store.class_index(pair[0]), store.class_index(pair[1])
-    if first == second:
-        raise InputError(f"a task needs two different classes, got {store.classes[first]} twice")
-    train_x, train_y = store.load((first, second), "train", device=device)
-    test_x, test_y = store.load((first, second), "test", device=device)
+    classes = pair[:2]
+    if classes[0] == classes[1]:
+        raise InputError(f"a task needs two different classes, got {classes[0]} twice")
+    train_x, train_y = store.load(classes, "train", device=device)
+    test_x, test_y = store.load(classes, "test", device=device)
     return Task(train_x, train_y, test_x, test_y)
 
 
@@ -214,9 +209,6 @@ class Prefetcher:
         load: (a task's name, device) -> the task, such as the ``load`` of a `TaskSequence`.
         names: Of the tasks, in order: numbers.
         device: None: the CPU.
-
-    Attributes:
-        waited: Seconds that the caller has spent waiting for tasks, the first one apart.
     """
 
     def __init__(
@@ -236,8 +228,6 @@ class Prefetcher:
         self._next: Future[tuple[Task, Any]] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._given = 0
-        self.waited = 0.0
         self._submit()
 
     def _submit(self) -> None:
@@ -263,14 +253,11 @@ class Prefetcher:
             if self._next is None:
                 self._thread.shutdown()
                 raise StopIteration
-            began = time.perf_counter()
             try:
                 task, event = self._next.result()
             except BaseException:
                 self._close()
                 raise
-            self.waited += time.perf_counter() - began if self._given else 0.0
-            self._given += 1
             if event is not None:
                 current = torch.cuda.current_stream(self._device)
                 current.wait_event(event)
@@ -312,13 +299,11 @@ def take(
 
 
 def normalise(
-    images: Tensor,  # [n, C, H, W] uint8
+    images: Tensor,  # [n, 3, H, W] uint8
     dtype: torch.dtype = torch.float32,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
     channels_last: bool = True,
 ) -> Tensor:
-    """Return ``(images / 255 - mean) / std`` on the images' device.
+    """Return ``(images / 255 - mean) / std`` of ImageNet on the images' device.
 
     Computed in float32 as ``(byte - 255 mean) * (1 / (255 std))`` and rounded to ``dtype`` once. A
     subtraction before a multiplication cannot be fused into one rounding, so every device and
@@ -327,36 +312,26 @@ def normalise(
     Args:
         images: With any strides.
         dtype: float32, bfloat16, float16 or float64 (then computed in float64).
-        mean: One number a channel, in units where a byte of 255 is 1.
-        std: One positive number a channel.
         channels_last: Strides of the result; False: contiguous.
 
     Raises:
-        InputError: The images are not uint8 ``[n, C, H, W]``, or mean and std have another number
-            of channels.
+        InputError: The images are not uint8 ``[n, 3, H, W]``.
     """
-    if images.dtype != torch.uint8 or images.dim() != 4:
+    if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
         raise InputError(
-            f"images must be uint8 [n, C, H, W], got {images.dtype} {list(images.shape)}"
-        )
-    if not len(mean) == len(std) == images.shape[1] or min(std) <= 0:
-        raise InputError(
-            f"mean and std must have {images.shape[1]} numbers, those of std positive: {mean}, "
-            f"{std}"
+            f"images must be uint8 [n, 3, H, W], got {images.dtype} {list(images.shape)}"
         )
     working = torch.float64 if dtype == torch.float64 else torch.float32
     # Compiled: part of the code.
     constants = _constants if torch.compiler.is_compiling() else _cached_constants
-    shift, scale = constants(tuple(mean), tuple(std), working, images.device)
+    shift, scale = constants(working, images.device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return images.to(working, memory_format=layout).sub_(shift).mul_(scale).to(dtype)
 
 
-def _constants(
-    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    shift = torch.tensor([255 * m for m in mean], dtype=dtype, device=device)
-    scale = torch.tensor([1 / (255 * s) for s in std], dtype=dtype, device=device)
+def _constants(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    shift = torch.tensor([255 * m for m in IMAGENET_MEAN], dtype=dtype, device=device)
+    scale = torch.tensor([1 / (255 * s) for s in IMAGENET_STD], dtype=dtype, device=device)
     return shift[:, None, None], scale[:, None, None]
 
 

@@ -22,8 +22,11 @@ import fastlr
 from fastlr.errors import NonFiniteError
 from fastlr.experiments.continual.measures import redundancy_record
 from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, RandomData, digest
+from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions, substitutions
+from fastlr.experiments.redundancy import redundancy_estimator
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans, trainable_parameters
@@ -32,6 +35,7 @@ from fastlr.ghost.model_io import select_output
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
+_SHOWN = (FIELDS["loss"], ACCURACY, FIELDS["bits_per_parameter"], REDUNDANCY)
 REPORTS = 20  # of progress within an epoch, at most
 Record = dict[str, Any]
 
@@ -138,28 +142,24 @@ class Memorizer(TrainingLoop):
                 total[1] += correct.sum()
         loss, accuracy = (self.parallel.sum(total) / self.data.n).tolist()
         bits = self.data.bits(_finite(loss, f"in eval mode {when}"))
+        ceiling = self.data.ceiling
+        if self.options.kind != "vision":
+            accuracy = None
         return {
             "loss": loss,
-            "accuracy": accuracy if self.options.kind == "vision" else None,
+            "accuracy": accuracy,
             "bits": bits,
             "bits_per_parameter": bits / self.parameters,
-            "share_of_ceiling": None if self.data.ceiling is None else bits / self.data.ceiling,
+            "share_of_ceiling": bits / ceiling if ceiling else None,
         }
 
     def measure(self) -> Record:
         """Return local redundancy, on inputs of the same kind that are not among the samples."""
         options = self.options
         if self._redundancy is None:
-            self._redundancy = fastlr.LocalRedundancy(
-                self.model,
-                self.data.inputs,
-                options.redundancy_n,
-                predictive=self.data.predictive,
-                probe=options.redundancy_probe,
-                seed=stream_seed(options.seed, "redundancy"),
-                dtype=self.autocast_dtype,
-                batch_size=options.redundancy_batch or self.chunk or None,
-                progress=False,
+            seed = stream_seed(options.seed, "redundancy")
+            self._redundancy = redundancy_estimator(
+                self, self.data.inputs, self.chunk, predictive=self.data.predictive, seed=seed
             )
         estimate = self._redundancy.measure()
         self.chunk = estimate.batch_size
@@ -256,13 +256,7 @@ def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Loss, accuracy, bits a parameter; local redundancy where it was measured."""
-    accuracy, redundancy = record["accuracy"], record["measures"].get("local_redundancy")
-    return {
-        "loss": f"{record['loss']:.4g}",
-        "accuracy": "" if accuracy is None else f"{100 * accuracy:.1f} %",
-        "bits/parameter": f"{record['bits_per_parameter']:.3f}",
-        "LR": f"{redundancy['value']:.4g}" if redundancy else "",
-    }
+    return texts(record, _SHOWN)
 
 
 DRIVER = Driver(
@@ -278,5 +272,6 @@ DRIVER = Driver(
     finished=_finished,
     before={**BEFORE, "redundancy_probe": "rademacher"},
     shown=_shown,
+    report="fastlr.experiments.memorization.report:write_memorization_report",
 )
 begin, resume = DRIVER.begin, DRIVER.resume

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastlr.experiments.runs.records import (
     Array,
+    Record,
     RunFolder,
     as_dict,
     check_numbers,
-    finite,
-    measured,
+    grouped,
     number,
     refuse_copies,
     run_folders,
-    seconds,
 )
 
 LATE = 0.1  # of the epochs: the last ones, over which late_gain counts
@@ -31,21 +30,22 @@ LATE = 0.1  # of the epochs: the last ones, over which late_gain counts
 
 @dataclass
 class MemorizationRun(RunFolder):
-    """The records of a memorization run.
+    """The records of a memorization run, whose steps are those epochs that have a record."""
 
-    Attributes:
-        records: Epoch to its record; 0: the untrained network.
-    """
+    experiment, driver = "a memorization run", "memorize"
+    row, step = "epoch", "epoch"
+    numbers = ("bits_per_parameter", "loss")
 
-    experiment, required = "a memorization run", ("start",)
-    records: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Take a line of the records; of several for one epoch the last counts."""
-        if record["kind"] in ("start", "epoch"):
-            with_accuracy = ["accuracy"] if record.get("accuracy") is not None else []
-            check_numbers(record, "bits_per_parameter", "loss", *with_accuracy)
-            self.records[int(record["epoch"])] = record
+        is_step = record["kind"] in ("start", self.row)
+        if is_step and record.get("accuracy") is not None:
+            check_numbers(record, ("accuracy",))
+        super().add(record)
+
+    def odd(self) -> list[str]:
+        """Return nothing: most epochs have no record."""
+        return []
 
     @property
     def kind(self) -> str:
@@ -60,12 +60,12 @@ class MemorizationRun(RunFolder):
     @property
     def parameters(self) -> int:
         """The number of parameters of the network."""
-        return int(self.records.get(0, {}).get("parameters", 0))
+        return int(self.untrained.get("parameters", 0))
 
     @property
     def substitutions(self) -> list[str]:
         """The ways in which the run differs from the paper's."""
-        return list(self.records.get(0, {}).get("substitutions", []))
+        return list(self.untrained.get("substitutions", []))
 
     @property
     def ceiling(self) -> float:
@@ -74,40 +74,28 @@ class MemorizationRun(RunFolder):
         return bits / self.parameters if self.parameters else math.nan
 
     @property
-    def last(self) -> dict[str, Any]:
-        """The last record."""
-        return self.records[max(self.records)]
+    def epochs(self) -> list[int]:
+        """The epochs that have a record, from 0."""
+        return sorted(self.rows)
 
     @property
-    def epochs(self) -> Array:
-        """Epochs that have a record."""
-        return np.array(sorted(self.records), dtype=float)
+    def last(self) -> Record:
+        """The last record."""
+        return self.rows[self.epochs[-1]]
 
     def series(self, name: str) -> Array:
         """A number at those epochs; NaN where it was not recorded."""
-        return np.array([number(self.records[epoch].get(name)) for epoch in sorted(self.records)])
+        return self.measure(name)[self.epochs]
 
-    def redundancy(self) -> tuple[Array, Array, Array]:
+    def redundancy(self) -> tuple[NDArray[np.int_], Array, Array]:
         """Epochs at which local redundancy was measured, its values and standard errors."""
-        entries = {
-            epoch: measured(self.records[epoch], "local_redundancy")
-            for epoch in sorted(self.records)
-        }
-        known = [
-            (epoch, number(entry["value"]), number(entry.get("stderr")))
-            for epoch, entry in entries.items()
-            if entry.get("value") is not None
-        ]
-        epochs, values, errors = np.array(known, dtype=float).reshape(-1, 3).T
-        return epochs, values, errors
+        values = self.measure("local_redundancy")
+        known = np.flatnonzero(np.isfinite(values))
+        return known, values[known], self.measure("local_redundancy", "stderr")[known]
 
     def train_losses(self) -> tuple[Array, Array]:
         """Every epoch, and the mean loss of its batches as they were met."""
-        losses = [
-            loss
-            for epoch in sorted(self.records)
-            for loss in self.records[epoch].get("train_losses", [])
-        ]
+        losses = [loss for record in self.records for loss in record.get("train_losses", [])]
         return np.arange(1.0, len(losses) + 1), np.array([number(loss) for loss in losses])
 
     def late_gain(self) -> float:
@@ -117,13 +105,9 @@ class MemorizationRun(RunFolder):
         """
         if len(self.records) < 3:
             return math.nan
-        epochs, bits = self.epochs, self.series("bits_per_parameter")
+        epochs, bits = np.array(self.epochs), self.series("bits_per_parameter")
         before = int(np.searchsorted(epochs, (1 - LATE) * epochs[-1], side="right")) - 1
         return float(bits[-1] - bits[min(before, len(bits) - 2)])
-
-    def seconds(self, name: str) -> float:
-        """Seconds of all records that were spent on "train", "evaluate" or "local_redundancy"."""
-        return math.fsum(finite([seconds(record, name) for record in self.records.values()]))
 
 
 def read_memorization_runs(paths: Iterable[str | Path]) -> list[MemorizationRun]:
@@ -132,24 +116,19 @@ def read_memorization_runs(paths: Iterable[str | Path]) -> list[MemorizationRun]
     Raises:
         InputError: No runs there, or one is there twice.
     """
-    runs = sorted(
-        (MemorizationRun.read(folder) for folder in run_folders(paths)), key=lambda run: run.kind
-    )
+    runs = [MemorizationRun.read(folder) for folder in run_folders(paths)]
+    runs.sort(key=lambda run: run.kind)
     for pooled in alike(runs):
-        refuse_copies(pooled, "memorize")
+        refuse_copies(pooled)
     return runs
 
 
 def alike(runs: Sequence[MemorizationRun]) -> list[list[MemorizationRun]]:
     """Group runs that differ in nothing but their seeds, and are equally far."""
-    groups: dict[str, list[MemorizationRun]] = {}
+    keys = []
     for run in runs:
-        options = {
-            key: value
-            for key, value in run.options.items()
-            if key not in ("seed", "device", "threads")
-        }
-        groups.setdefault(repr((sorted(options.items(), key=str), max(run.records))), []).append(
-            run
-        )
-    return list(groups.values())
+        options = {key: str(value) for key, value in run.options.items()}
+        for key in ("seed", "device", "threads"):
+            options.pop(key, None)
+        keys.append((tuple(sorted(options.items())), len(run)))
+    return [group for _, group in grouped(runs, keys)]

@@ -6,44 +6,72 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastlr.display.figures import (
     COLOURS,
-    MUTED,
     count_axis,
+    dashed_line,
     error_band,
+    labels_once,
+    legend,
     log_axis,
     new_figure,
-    save_figure,
     style,
 )
-from fastlr.display.sheets import DASH, Columns, Sheet, shown
+from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
+from fastlr.experiments.memorization.fields import FIELDS
+from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.runs.options import not_as_in_the_paper
-from fastlr.experiments.runs.records import number
+from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
+from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.statistics.seeds import mean_over_seeds
 from fastlr.experiments.training.options import training_text
 from fastlr.models.patchtst import size_beside_the_papers
 
-_KINDS = {"series": "Gaussian series", "vision": "images with random labels"}
-_PAPER = {"series": 1.7, "vision": 1.0}  # bits a parameter, section 4.3
 _LINES, _SHOWN = 13, 4  # rows of a table over epochs; runs that have one in the terminal
-_DEFINITIONS = {
-    "series": "Gaussian series: bits = (n m / 2) log2(1 / D), D the mean squared error an "
-    "element over all n targets of m "
-    "elements, whose variance is 1 (Proposition 3.5). There is no ceiling.",
-    "vision": "Images with random labels: bits = n log2 C - n CE / ln 2, CE the mean "
-    "cross-entropy in nats over all n "
-    "images of C classes (Theorem 3.2); the ceiling is n log2 C.",
+
+
+class Kind(NamedTuple):
+    """A kind of random data to memorise.
+
+    Attributes:
+        label: In words.
+        paper: Bits a parameter in the paper's section 4.3.
+        loss: What the loss is, with its unit.
+        definition: Of the bits.
+    """
+
+    label: str
+    paper: float
+    loss: str
+    definition: str
+
+
+WEIGHT_BITS = 16  # of a weight in bfloat16, as the paper trains
+KINDS = {
+    "series": Kind(
+        "Gaussian series",
+        1.7,
+        "mean squared error, variance 1",
+        "Gaussian series: bits = (n m / 2) log2(1 / D), D the mean squared error an element over "
+        "all n targets of m elements, whose variance is 1 (Proposition 3.5). There is no ceiling.",
+    ),
+    "vision": Kind(
+        "images with random labels",
+        1.0,
+        "cross-entropy, nats",
+        "Images with random labels: bits = n log2 C - n CE / ln 2, CE the mean cross-entropy in "
+        "nats over all n images of C classes (Theorem 3.2); the ceiling is n log2 C.",
+    ),
 }
 
 
@@ -69,23 +97,9 @@ def write_memorization_report(
     folder = make_folder(paths, out, figures)
     bits, speed = bits_sheet(runs), speed_sheet(runs)
     training = [training_sheet(run, f"training-{i}") for i, run in enumerate(runs)]
-    screen = [bits, *(training if len(runs) <= _SHOWN else []), speed]
+    screen = [bits, *training, speed] if len(runs) <= _SHOWN else [bits, speed]
     sentences = findings(runs)
-    numbers: dict[str, Any] = {
-        "findings": sentences,
-        "runs": [
-            {
-                "path": str(run.path),
-                "kind": run.kind,
-                "parameters": run.parameters,
-                "ceiling_bits_per_parameter": run.ceiling,
-                "substitutions": run.substitutions,
-                "late_gain": run.late_gain(),
-                "records": list(run.records.values()),
-            }
-            for run in runs
-        ],
-    }
+    numbers = {"findings": sentences, "runs": [_numbers_of(run) for run in runs]}
     lead = (
         "Bits that networks have taken up of random targets, over training. Numbers with all "
         "digits are in report.json."
@@ -95,13 +109,26 @@ def write_memorization_report(
         folder,
         "Memorization",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, MemorizeOptions(), OPEN)],
         [bits, *training, speed],
         drawings,
         runs,
         numbers,
         screen=screen,
     )
+
+
+def _numbers_of(run: MemorizationRun) -> dict[str, Any]:
+    """Return what ``report.json`` has of a run."""
+    return {
+        "path": str(run.path),
+        "kind": run.kind,
+        "parameters": run.parameters,
+        "ceiling_bits_per_parameter": run.ceiling,
+        "substitutions": run.substitutions,
+        "late_gain": run.late_gain(),
+        "records": run.records,
+    }
 
 
 def findings(runs: Sequence[MemorizationRun]) -> list[str]:
@@ -111,53 +138,74 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
     """
     sentences = []
     for group in alike(runs):
+        first, kind = group[0], KINDS[group[0].kind]
         mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
-        of_seeds = (
-            f" ± {mean.stderr:.3f} over {mean.n} seeds"
-            if mean.n > 1
-            else " (one seed, so without an error)"
-        )
-        gains = [gain for run in group if math.isfinite(gain := run.late_gain())]
-        late = (
-            f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs" if gains else ""
-        )
+        of_seeds = " (one seed, so without an error)"
+        if mean.n > 1:
+            of_seeds = f" ± {mean.stderr:.3f} over {mean.n} seeds"
+        gains = finite([run.late_gain() for run in group])
+        late = ""
+        if len(gains):
+            late = f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs"
         sentences.append(
-            f"{group[0].name}: {mean.value:.3f}{of_seeds} bits a parameter of "
-            f"{_KINDS.get(group[0].kind, group[0].kind)}{late}; the paper has "
-            f"{_PAPER[group[0].kind]}."
+            f"{first.name}: {mean.value:.3f}{of_seeds} bits a parameter of {kind.label}{late}; "
+            f"the paper has {kind.paper}."
         )
     return sentences
 
 
 def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     """The bits that each run has memorised at its last record, and means over seeds."""
+    columns = [
+        "run",
+        "epochs",
+        "parameters",
+        "loss",
+        "bits",
+        "bits/param",
+        "ceiling",
+        "of 16",
+        "last 10 %",
+    ]
     groups = alike(runs)
-    columns: Columns[MemorizationRun] = {
-        "run": lambda run: run.name,
-        "epochs": lambda run: str(run.last["epoch"]),
-        "parameters": lambda run: f"{run.parameters:,}",
-        "loss": lambda run: f"{run.last['loss']:.4g}",
-        "bits": lambda run: f"{run.last['bits']:,.0f}",
-        "bits/param": lambda run: f"{run.last['bits_per_parameter']:.3f}",
-        "ceiling": lambda run: _percent(run.last.get("share_of_ceiling")),
-        "last 10 %": lambda run: shown(run.late_gain(), "{:+.3f}"),
-    }
-    notes = [_DEFINITIONS[kind] for kind in _KINDS if any(run.kind == kind for run in runs)]
+    rows = []
+    for run in [run for group in groups for run in group]:
+        row = (
+            run.name,
+            str(run.last["epoch"]),
+            f"{run.parameters:,}",
+            f"{run.last['loss']:.4g}",
+            f"{run.last['bits']:,.0f}",
+            f"{run.last['bits_per_parameter']:.3f}",
+            FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
+            f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
+            shown(run.late_gain(), "{:+.3f}"),
+        )
+        rows.append(row)
+    kinds = {run.kind for run in runs}
+    notes = [kind.definition for name, kind in KINDS.items() if name in kinds]
+    notes.append(
+        f"of 16: share of the {WEIGHT_BITS} bits of a bfloat16 weight, which the paper calls the "
+        "theoretical ceiling; the ceiling before it is how many bits the labels have."
+    )
     notes.append(
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
         "last tenth of the epochs; far from 0, the network has not taken up all that it could."
     )
-    for run, *_ in groups:
-        epochs = run.last["epoch"]
-        changes = [*([f"epochs {epochs} for 1000"] if epochs != 1000 else []), *run.substitutions]
-        changes += size_beside_the_papers(run.parameters) if run.kind == "series" else []
-        unlike = not_as_in_the_paper(changes, run.name)
-        notes.append(
-            f"The paper has {_PAPER[run.kind]} bits a parameter. {unlike} {training_text(run)}"
-        )
-    return Sheet.of(
-        "bits", "Bits memorised", [run for group in groups for run in group], columns, notes
-    )
+    notes += [_beside_the_paper(group[0]) for group in groups]
+    return Sheet("bits", "Bits memorised", columns, rows, notes)
+
+
+def _beside_the_paper(run: MemorizationRun) -> str:
+    """Say what the paper has, in what a run differs from its, and how it was trained."""
+    changes = list(run.substitutions)
+    if run.last["epoch"] != 1000:
+        changes.insert(0, f"epochs {run.last['epoch']} for 1000")
+    if run.kind == "series":
+        changes += size_beside_the_papers(run.parameters)
+    unlike = not_as_in_the_paper(changes, run.name)
+    paper = KINDS[run.kind].paper
+    return f"The paper has {paper} bits a parameter. {unlike} {training_text(run)}"
 
 
 def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
@@ -165,71 +213,61 @@ def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
 
     The epochs are those with local redundancy if it was measured.
     """
-    epochs, values, errors = run.redundancy()
-    measured = {
-        int(e): pm(v, s) if math.isfinite(s) else f"{v:.4g}"
-        for e, v, s in zip(epochs, values, errors)
-    }
-    recorded = sorted({*measured, max(run.records)} if len(measured) > 1 else run.records)
-    chosen = sorted(
-        {recorded[i] for i in np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)}
-    )
-    columns: Columns[dict[str, Any]] = {
-        "epoch": lambda record: str(record["epoch"]),
-        "train loss": lambda record: shown(record.get("train_loss"), "{:.4g}"),
-        "loss": lambda record: f"{record['loss']:.4g}",
-        "accuracy": lambda record: _percent(record.get("accuracy")),
-        "bits": lambda record: f"{record['bits']:,.0f}",
-        "bits/param": lambda record: f"{record['bits_per_parameter']:.4f}",
-        "ceiling": lambda record: _percent(record.get("share_of_ceiling")),
-        "LR ± s.e.": lambda record: measured.get(record["epoch"], DASH),
-    }
+    measured, values, errors = run.redundancy()
+    redundancy = {}
+    for epoch, value, error in zip(measured, values, errors):
+        redundancy[epoch] = pm(value, error) if math.isfinite(error) else f"{value:.4g}"
+    recorded = sorted({*redundancy, run.epochs[-1]}) if len(redundancy) > 1 else run.epochs
+    places = np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)
+    columns = [*(field.short for field in FIELDS.values()), "LR ± s.e."]
+    rows = []
+    for epoch in dict.fromkeys(recorded[place] for place in places):
+        record = run.rows[epoch]
+        cells = [field.text(number(record.get(field.name))) for field in FIELDS.values()]
+        rows.append((*cells, redundancy.get(epoch, DASH)))
     notes = ["train loss: mean over the epoch's batches as they were met, in train mode."]
-    if measured:
-        record = next(record for record in run.records.values() if record.get("measures"))
-        notes.append(
-            "LR: " + str(record["measures"]["local_redundancy"].get("definition", "")) + "."
-        )
-    title = f"Over training: {run.name}, {_KINDS.get(run.kind, run.kind)}"
-    return Sheet.of(slug, title, [run.records[epoch] for epoch in chosen], columns, notes)
+    if redundancy:
+        notes.append(f"LR: {run.definition('local_redundancy')}.")
+    title = f"Over training: {run.name}, {KINDS[run.kind].label}"
+    return Sheet(slug, title, columns, rows, notes)
 
 
 def speed_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     """Seconds of training and measuring, and the machine."""
-
-    def rate(amount: float, divisor: float, form: str) -> str:
-        return form.format(amount / divisor) if divisor else DASH
-
-    columns: Columns[MemorizationRun] = {
-        "run": lambda run: run.name,
-        "s/epoch": lambda run: rate(run.seconds("train"), max(run.records), "{:.3g}"),
-        "samples/s": lambda run: rate(
-            run.samples * max(run.records), run.seconds("train"), "{:,.0f}"
-        ),
-        "s/evaluation": lambda run: rate(run.seconds("evaluate"), len(run.records), "{:.3g}"),
-        "s/LR": lambda run: rate(
-            run.seconds("local_redundancy"), len(run.redundancy()[0]), "{:.3g}"
-        ),
-        "machine": lambda run: run.machine or DASH,
-    }
+    columns = ("run", "s/epoch", "samples/s", "s/evaluation", "s/LR", "machine")
+    rows = []
+    for run in runs:
+        epochs, training = run.epochs[-1], run.spent("train")
+        row = (
+            run.name,
+            _rate(training, epochs, "{:.3g}"),
+            _rate(run.samples * epochs, training, "{:,.0f}"),
+            _rate(run.spent("evaluate"), len(run.epochs), "{:.3g}"),
+            _rate(run.spent("local_redundancy"), len(run.redundancy()[0]), "{:.3g}"),
+            run.machine or DASH,
+        )
+        rows.append(row)
     note = (
         "Training alone; making the data is in it. The first evaluation and measurement have the "
         "start-up in them."
     )
-    return Sheet.of("speed", "Time", runs, columns, [note])
+    return Sheet("speed", "Time", columns, rows, (note,))
+
+
+def _rate(amount: float, divisor: float, form: str) -> str:
+    return form.format(amount / divisor) if divisor else DASH
 
 
 def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
+    ceiling = ""
+    if any(map(_has_ceiling, runs)):
+        ceiling = " Dashed: the ceiling of images, all bits that there are."
     return [
         Drawing(
             "bits.png",
             partial(bits_curves, runs),
             "Bits a parameter over training, from the loss over all samples in eval mode."
-            + (
-                " Dashed: the ceiling of images, all bits that there are."
-                if any(map(_has_ceiling, runs))
-                else ""
-            ),
+            f"{ceiling}",
         ),
         Drawing(
             "losses.png",
@@ -246,10 +284,10 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
     ]
 
 
-def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def bits_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw bits per parameter over epochs (the paper's figure), a panel for each kind of data.
 
-    Returns False before the first epoch.
+    Returns None before the first epoch.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -262,17 +300,13 @@ def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
         )
         if _has_ceiling(run):
             text = f"ceiling, all bits that there are: {run.ceiling:.2f}"
-            axes.axhline(run.ceiling, color=MUTED, linewidth=1, linestyle="--", label=text)
+            dashed_line(axes, run.ceiling, text)
 
-    return _panels(
-        [run for run in runs if len(run.records) > 1],
-        path,
-        dict.fromkeys(_KINDS, "bits per parameter"),
-        draw,
-    )
+    labels = dict.fromkeys(KINDS, FIELDS["bits_per_parameter"].label)
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def loss_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw the losses over epochs; False before the first."""
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -291,69 +325,56 @@ def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
             label=f"{run.name}, all samples, eval mode",
         )
 
-    losses = {"series": "mean squared error, variance 1", "vision": "cross-entropy, nats"}
-    return _panels([run for run in runs if len(run.records) > 1], path, losses, draw)
+    labels = {name: kind.loss for name, kind in KINDS.items()}
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def redundancy_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw local redundancy over epochs, on a logarithmic axis.
 
-    Returns False where it was measured less than twice.
+    Returns None where it was measured less than twice.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
         epochs, values, errors = run.redundancy()
         error_band(axes, epochs, values, errors, colour)
-        inputs = (
-            f", n = {run.options['redundancy_n']} inputs" if "redundancy_n" in run.options else ""
-        )
+        inputs = ""
+        if "redundancy_n" in run.options:
+            inputs = f", n = {run.options['redundancy_n']} inputs"
         told = f"{run.name}{inputs} (band: ± 2 standard errors)"
         axes.plot(epochs, values, color=colour, linewidth=1.4, marker="o", markersize=3, label=told)
         log_axis(axes)
 
-    return _panels(
-        [run for run in runs if len(run.redundancy()[0]) > 1],
-        path,
-        dict.fromkeys(_KINDS, "local redundancy, E||grad||²"),
-        draw,
-    )
+    labels = dict.fromkeys(KINDS, "local redundancy, E||grad||²")
+    return _panels([run for run in runs if len(run.redundancy()[0]) > 1], labels, draw)
 
 
 def _panels(
     runs: Sequence[MemorizationRun],
-    path: str | os.PathLike[str],
     ylabel: dict[str, str],  # by kind of data
     draw: Callable[[Any, MemorizationRun, str], None],  # axes, run, colour
-) -> bool:
+) -> Any:
     """One panel for each kind of data, one colour for each run."""
-    kinds = [kind for kind in _KINDS if any(run.kind == kind for run in runs)]
+    given = {run.kind for run in runs}
+    kinds = [kind for kind in KINDS if kind in given]
     if not kinds:
-        return False
+        return None
     figure, panels = new_figure((10, 0.5 + 3.0 * len(kinds)), len(kinds), squeeze=False)
     for axes, kind in zip(panels.ravel(), kinds):
         chosen = [run for run in runs if run.kind == kind]
-        for index, run in enumerate(chosen):
-            draw(axes, run, COLOURS[index % len(COLOURS)])
-        samples = ", ".join(f"{n:,}" for n in sorted({run.samples for run in chosen}) if n)
-        style(
-            axes,
-            ylabel[kind],
-            _KINDS[kind][0].upper()
-            + _KINDS[kind][1:]
-            + (f", n = {samples} samples" if samples else ""),
-        )
+        for run, colour in zip(chosen, cycle(COLOURS)):
+            draw(axes, run, colour)
+        title = KINDS[kind].label
+        counts = {run.samples for run in chosen} - {0}
+        samples = ", ".join(f"{n:,}" for n in sorted(counts))
+        if samples:
+            title += f", n = {samples} samples"
+        style(axes, ylabel[kind], title[0].upper() + title[1:])
         count_axis(axes, "epoch")
-        handles, texts = axes.get_legend_handles_labels()
-        unique = dict(zip(texts, handles))
-        if len(unique) <= 2 * len(COLOURS):
-            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-            axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, **place)
-    return save_figure(figure, path)
+        if len(labels_once(axes)) <= 2 * len(COLOURS):
+            legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def _has_ceiling(run: MemorizationRun) -> bool:
     return math.isfinite(run.ceiling)
-
-
-def _percent(value: float | None) -> str:
-    return shown(round(100 * number(value), 1) + 0.0, "{:.1f} %")  # no minus at 0.0

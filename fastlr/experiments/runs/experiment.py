@@ -1,7 +1,8 @@
 """Begin and resume the run of a driver: options, device, data, ``config.json``, checks.
 
-Several ranks do a run together within `fastlr.distributed.sharded`, as the commands do where
-torchrun has started them.
+A run is carried out by the process that calls `Driver.begin` or `Driver.resume`, or by one of its
+own, which `Driver.command` starts and whose `main` is here. Several ranks do a run together within
+`fastlr.distributed.sharded`, as the commands do where torchrun has started them.
 
 A driver is a `Driver`: its options and presets, how it opens its data, and the function that
 carries a run on from its last checkpoint. By convention its checkpoints hold ``position``, the
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,41 +27,21 @@ import torch
 from fastlr.display.record import counted, machine
 from fastlr.distributed.connection import connect
 from fastlr.distributed.sharding import local_device, team
-from fastlr.errors import FastlrWarning, InputError, ModelError, first_line
+from fastlr.errors import FastlrWarning, InputError, ModelError, first_line, one_line
 from fastlr.experiments.runs.folder import CONFIG, Run, commit_of_source
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
+from fastlr.experiments.runs.processes import attach
+from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.shared_folder import opened
+from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
 from fastlr.ghost.runtime import versions
 
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """The progress of a run, in steps and epochs.
-
-    A step is what its checkpoints lie between: a task, a pretraining, so many epochs.
-
-    Attributes:
-        done: Steps done.
-        total: Steps in all.
-        epoch: Epochs done of the step under way; 0 right after a step.
-        epochs: Epochs a step.
-        record: That of the last step done (or of the start); None in between, and right after
-            resuming.
-    """
-
-    done: int
-    total: int
-    epoch: int
-    epochs: int
-    record: Mapping[str, Any] | None
-
-
-Report = Callable[[Progress], Any]
-
-
-def no_report(progress: Progress) -> None:
-    """Show nothing."""
+_START = (
+    "import json, sys; sys.path = json.loads(sys.argv[1]); "
+    "from fastlr.experiments.runs.experiment import main; main(sys.argv[2])"
+)
+_EVERY = 0.2  # seconds between two reports within a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +65,9 @@ class Driver:
         finished: (options, records) -> True if nothing is left to do.
         shown: record -> short texts by name, for the display, such as ``{"accuracy": "83.1 %"}``;
             an empty one leaves what was shown before.
+        report: What writes its report, as ``package.module:function`` of the paths of run folders,
+            the report's folder and ``figures``.
+        analysed: Options of ``fastlr report`` that this function takes besides.
     """
 
     name: str
@@ -94,6 +81,8 @@ class Driver:
     carry_on: Callable[[Run, Any, Any, torch.device, Report], None]
     finished: Callable[[Any, Sequence[Mapping[str, Any]]], bool]
     shown: Callable[[Mapping[str, Any]], dict[str, str]]
+    report: str
+    analysed: tuple[str, ...] = ()
     before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -124,14 +113,13 @@ class Driver:
             ModelError: The model cannot be measured. NonFiniteError: a loss is not finite.
             FastlrError: The disk is full; the run can be resumed.
         """
-        preset = preset or self.preset
-        options = resolve(self.options, self.presets, preset, settings)
+        options = self.options_from(preset, settings)
         data, description = self.open_data(options)
         device = choose_device(options)
         _on_all_ranks(path, options, description, device)
         config = {
             "driver": self.name,
-            "preset": preset,
+            "preset": preset or self.preset,
             "options": dataclasses.asdict(options),
             "data": description,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -214,6 +202,48 @@ class Driver:
             self.carry_on(run, options, data, device, report)
         return run.path
 
+    def command(
+        self,
+        path: Path,
+        preset: str,
+        settings: dict[str, Any],
+        changed: dict[str, Any],
+        tensorboard: bool,
+    ) -> list[str]:
+        """Return the command of a process that carries out a run and reports on it (`main`).
+
+        It begins a run with ``settings``, and goes on with one that there is with ``changed``.
+        """
+        work = {
+            "driver": self.module,
+            "path": str(path),
+            "preset": preset,
+            "settings": settings,
+            "changed": changed,
+            "tensorboard": tensorboard,
+            "command": sys.argv,
+        }
+        return [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(work)]
+
+    def options_from(self, preset: str | None, settings: Mapping[str, Any]) -> Any:
+        """Return the options of a preset (None: the first) with some settings changed.
+
+        Raises:
+            InputError: As `resolve`.
+        """
+        return resolve(self.options, self.presets, preset or self.preset, settings)
+
+    def write_report(self, paths: Sequence[Path], out: Path | None, **options: Any) -> Any:
+        """Analyse run folders and return the `fastlr.experiments.runs.report.Report`.
+
+        Args:
+            paths: Run folders, or folders of them.
+            out: Folder of the report; None: beside the runs.
+            options: "figures", and those of `analysed`.
+        """
+        module, function = self.report.split(":")
+        return getattr(importlib.import_module(module), function)(paths, out, **options)
+
     def options_of(self, record: Mapping[str, Any]) -> Any:
         """Return the options of a run as its ``config.json`` records them.
 
@@ -248,7 +278,7 @@ class Driver:
             raise InputError(
                 f"{path} was begun with the preset {config['preset']}, not {preset}: leave it out"
             )
-        options = self.options_of(config["options"])
+        options: RunOptions = self.options_of(config["options"])
         for key, value in settings.items():
             if value != getattr(options, key) and key not in self.changeable:
                 raise InputError(
@@ -256,6 +286,38 @@ class Driver:
                     "out, or begin another run"
                 )
         return options
+
+
+def main(text: str) -> None:
+    """Carry out the run that `Driver.command` describes, in a process of `run_jobs`.
+
+    After an error the exit code is 1, the error's line is reported and its traceback printed.
+    """
+    send = attach()
+    work = json.loads(text)
+    sys.argv = work["command"]  # what made this run, for its config.json
+    driver: Driver = importlib.import_module(work["driver"]).DRIVER
+    last = 0.0
+
+    def show(at: Progress) -> None:
+        nonlocal last
+        if at.record is None and time.monotonic() - last < _EVERY:
+            return
+        last = time.monotonic()
+        shown = None if at.record is None else driver.shown(at.record)
+        send({"done": at.done, "total": at.total, "part": at.epoch / at.epochs, "shown": shown})
+
+    try:
+        path = Path(work["path"])
+        with mirrored(path, work["tensorboard"], show) as report:
+            if (path / CONFIG).exists():
+                driver.resume(path, from_json(work["changed"]), None, report)
+            else:
+                driver.begin(path, work["preset"], from_json(work["settings"]), report)
+    except Exception as error:
+        traceback.print_exc()
+        send({"error": one_line(error)})
+        sys.exit(1)
 
 
 DRIVERS = {  # the modules of the drivers, by their commands' names

@@ -4,8 +4,8 @@
 ``config.json``        What runs: resolved options, versions, commit, command, data; written when
                        the run begins.
 ``records.jsonl``      One JSON object a line, flushed to disk with every line.
-``checkpoints/``       ``last.pt`` (replaced atomically) and files that are written once, such as
-                       ``initial.pt``.
+``checkpoints/``       ``last.pt`` (replaced atomically), files that are written once, such as
+                       ``initial.pt``, and files of rows of numbers (`Run.write_row`).
 ``run.lock``           Held by the process that writes.
 =====================  ============================================================================
 
@@ -36,6 +36,7 @@ from fastlr.files import (
     LOCK,
     disk_errors,
     lock_folder,
+    read_object,
     read_tensors,
     replace_file,
     save_file,
@@ -231,6 +232,22 @@ class Run:
                 f"{path} is damaged ({first_line(error)}): begin the run anew"
             ) from error
 
+    def write_row(self, name: str, row: int, values: torch.Tensor) -> None:
+        """Write a row of float32 numbers into a file of ``checkpoints/``, all rows of one length.
+
+        Written before the step that it belongs to is committed, it is there whenever the step's
+        record is; a step that is done anew writes it anew.
+        """
+        data = values.to(torch.float32).cpu().contiguous().numpy().astype("<f4").tobytes()
+        with disk_errors(self.path):
+            file = os.open(self.path / CHECKPOINTS / name, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.lseek(file, row * len(data), os.SEEK_SET)
+                write_all(file, data)
+                os.fsync(file)
+            finally:
+                os.close(file)
+
     def _append(self, record: dict[str, Any]) -> None:
         path = self.path / RECORDS
         with disk_errors(self.path), open(path, "ab", buffering=0) as file:
@@ -242,7 +259,8 @@ class Run:
                 os.ftruncate(file.fileno(), before)
                 raise
         self.records.append(record)
-        self._steps += record["kind"] != _OUTSIDE
+        if record["kind"] != _OUTSIDE:
+            self._steps += 1
 
     def _read(self) -> None:
         path = self.path / RECORDS
@@ -296,15 +314,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         InputError: It is not there or damaged.
     """
     file = Path(path) / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} holds no run: there is no {CONFIG}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{file} is no configuration of a run")
-    return config
+    if not file.exists():
+        raise InputError(f"{path} holds no run: there is no {CONFIG}")
+    return read_object(file)
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, int]:

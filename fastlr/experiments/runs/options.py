@@ -32,7 +32,8 @@ def option(default: Value, **limits: Any) -> Value:
     Args:
         default: Its default.
         limits: ``at_least``, ``at_most``, ``below``: a number; ``positive``: True; ``known``: the
-            names that a tuple of names is chosen from; ``hint``: what else a message says.
+            names that a tuple of names is chosen from; ``hint``: what else a message says;
+            ``about``: what it means; ``named``: the option of a run that it is.
     """
     return dataclasses.field(default=default, metadata=limits)
 
@@ -153,9 +154,8 @@ def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of options as they were before JSON made lists of tuples."""
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    return {**values, **{key: tuple(value) for key, value in lists.items()}}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -201,6 +201,30 @@ def not_as_in_the_paper(changes: Sequence[str], runs: str = "") -> str:
         'Not as in the paper, a, b: no option.'
     """
     return f"Not as in the paper{runs and ', ' + runs}: {'; '.join(changes) or 'no option'}."
+
+
+def choices_of_ours(
+    options: Mapping[str, Any], paper: RunOptions, open_in_it: Mapping[str, str]
+) -> str:
+    """Return the sentence of a report on what the paper leaves open and our options decide.
+
+    Args:
+        options: Of a run; what it does otherwise is named by `not_as_in_the_paper`.
+        paper: As we take the paper.
+        open_in_it: Option to what the paper says of it.
+
+    Example:
+        >>> choices_of_ours({"seed": 0, "threads": 2}, RunOptions(), {"seed": "it says none"})
+        'Choices of ours, where the paper leaves them open: seed 0 (it says none).'
+    """
+    told = [
+        f"{name} {options[name]} ({words})"
+        for name, words in open_in_it.items()
+        if options.get(name) == getattr(paper, name)
+    ]
+    if not told:
+        return ""
+    return f"Choices of ours, where the paper leaves them open: {'; '.join(told)}."
 
 
 def json_object(text: str) -> dict[str, Any]:

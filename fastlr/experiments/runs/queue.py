@@ -16,18 +16,17 @@ with those that are not finished and begins those that never began.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastlr.errors import InputError
-from fastlr.experiments.runs import worker
 from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.folder import (
     CONFIG,
@@ -36,29 +35,28 @@ from fastlr.experiments.runs.folder import (
     read_lines,
     refuse_other_files,
 )
-from fastlr.experiments.runs.options import RunOptions, from_json, resolve
+from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
-from fastlr.files import LOCK, lock_folder, now, replace_file
+from fastlr.files import LOCK, locked, now, read_object, replace_file
 
 if TYPE_CHECKING:
     from fastlr.experiments.runs.ray import Cluster
 
 MANY, LOGS = "many.json", "logs"
+Listening = Callable[[tuple[str, ...]], Listen]
 PER_GPU = 4  # runs at a time on one
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Ended:
     """How the runs of a folder ended.
 
     Attributes:
-        path: The folder.
         finished: Names, those that had finished before among them.
         failed: Name -> a line that says why.
     """
 
-    path: Path
     finished: tuple[str, ...]
     failed: Mapping[str, str]
 
@@ -76,8 +74,6 @@ class Queue:
         driver: Of all of them.
         path: The folder.
         preset: None: the driver's first, or that of the runs that are resumed.
-        listen: Called with the names of the runs that are to be done; returns what hears them
-            (`run_jobs`).
         at_once: How many at a time; None: on the CPU one for each core over threads, else 4 a GPU.
         tensorboard: Also log each for TensorBoard, in its folder.
         cluster: Where to run them (`fastlr.experiments.runs.ray`); None: as processes of this
@@ -87,7 +83,6 @@ class Queue:
     driver: Driver
     path: Path
     preset: str | None
-    listen: Callable[[tuple[str, ...]], Listen]
     at_once: int | None = None
     tensorboard: bool = False
     cluster: Cluster | None = None
@@ -96,11 +91,18 @@ class Queue:
         """Name the folder by its whole path: runs are begun from other folders."""
         object.__setattr__(self, "path", Path(os.path.abspath(self.path)))
 
-    def begin(self, settings_by_name: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    def begin(
+        self, settings_by_name: Mapping[str, Mapping[str, Any]], listening: Listening
+    ) -> Ended:
         """Begin runs in a new or empty folder and carry them through; a name becomes a folder.
 
         On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the
         number becomes a setting of the run, since the last bits depend on it.
+
+        Args:
+            settings_by_name: Of each run, where they differ from the preset's.
+            listening: Called with the names of the runs that are to be done; returns what hears
+                them (`run_jobs`).
 
         Raises:
             InputError: Folder, preset, settings or data are not usable.
@@ -114,38 +116,43 @@ class Queue:
                 # What this machine has does not matter.
                 runs[name]["device"] = "cuda" if on_gpu else "cpu"
         self._check(runs)
-        with _folder(self.path, make=True):
+        with locked(self.path, make=True):
             if (self.path / MANY).exists() or (self.path / CONFIG).exists():
                 raise InputError(
                     f"{self.path} holds runs: --resume goes on with them; or choose another folder"
                 )
             refuse_other_files(self.path, {LOCK, MANY + ".part"})
-            return self._run(runs, {})
+            return self._run(runs, {}, listening)
 
     def resume(
-        self, changed: Mapping[str, Any], count: int | None = None, grids: Grids | None = None
-    ) -> Outcome:
+        self,
+        changed: Mapping[str, Any],
+        listening: Listening,
+        count: int | None = None,
+        grids: Grids | None = None,
+    ) -> Ended:
         """Resume the runs of the folder that are not finished, and begin those that never began.
 
         Args:
             changed: Settings for all; only those of ``driver.changeable``, or as they are.
+            listening: As for `begin`.
             count: So many seeds from now on; None: as many as there are.
             grids: The values from now on, those that there are among them; None: as they are.
 
         Raises:
             InputError: No such folder, it belongs to other runs, or settings that do not fit.
         """
-        path, driver = self.path, self.driver
+        path = self.path
         if not is_many(path):
             raise InputError(
                 f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them"
             )
-        with _folder(path, make=False):
+        with locked(path):
             record = _read(path)
-            if record.get("driver") != driver.name:
+            if record.get("driver") != self.driver.name:
                 raise InputError(
                     f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr "
-                    f"{driver.name}"
+                    f"{self.driver.name}"
                 )
             if self.preset not in (None, record["preset"]):
                 raise InputError(
@@ -160,12 +167,11 @@ class Queue:
                 first = {**next(iter(begun.values())), **changed}
                 runs = queue._with_more(runs, first, grids or {}, 1 if count is None else count)
             queue._check(runs)
-            return queue._run(runs, changed)
+            return queue._run(runs, changed, listening)
 
     def _options(self, settings: Mapping[str, Any]) -> RunOptions:
-        return resolve(
-            self.driver.options, self.driver.presets, self.preset or self.driver.preset, settings
-        )
+        options: RunOptions = self.driver.options_from(self.preset, settings)
+        return options
 
     def _check(self, runs: Mapping[str, Mapping[str, Any]]) -> None:
         """Meet errors in the settings and the data now, rather than in every run."""
@@ -188,10 +194,8 @@ class Queue:
         options = [self._options(settings) for settings in begun.values()]
         changed = {}
         for key, value in settings.items():
-            before = [
-                getattr(of_run, key) for of_run in (options[:1] if key == "seed" else options)
-            ]
-            if any(other != before[0] for other in before):
+            before = [getattr(of_run, key) for of_run in options]
+            if key != "seed" and any(other != before[0] for other in before):
                 raise InputError(f"{self.path}: the runs differ in {key}: leave it out")
             if key in self.driver.changeable:
                 changed[key] = value
@@ -226,16 +230,17 @@ class Queue:
             )
         return {**wanted, **runs}
 
-    def _run(self, runs: dict[str, dict[str, Any]], changed: dict[str, Any]) -> Outcome:
+    def _run(
+        self, runs: dict[str, dict[str, Any]], changed: dict[str, Any], listening: Listening
+    ) -> Ended:
         """Write down what the runs are, and do those that are not finished."""
         if self.at_once is not None and self.at_once < 1:
             raise InputError(f"--at-once {self.at_once}: give at least 1")
         options = self._options(next(iter(runs.values())))
         share = None if self.cluster is None else self.cluster.share(options)
-        preset = self.preset or self.driver.preset
         record = {
             "driver": self.driver.name,
-            "preset": preset,
+            "preset": self.preset or self.driver.preset,
             "runs": runs,
             "command": sys.argv,
             "date": now(),
@@ -243,51 +248,33 @@ class Queue:
         replace_file(self.path / MANY, json.dumps(record, indent=2) + "\n")
         (self.path / LOGS).mkdir(exist_ok=True)
         left = tuple(name for name in runs if not self._finished(name, changed))
-        jobs = []
-        for name in left:
-            command = worker.command(
-                self.driver, self.path / name, preset, runs[name], changed, self.tensorboard
-            )
-            jobs.append(Job(name, command, self.path / LOGS / f"{name}.txt"))
+        jobs, listen = [self._job(name, runs[name], changed) for name in left], listening(left)
         if self.cluster is None or share is None:
-            failed = run_jobs(jobs, _slots(options, self.at_once), self.listen(left))
+            failed = run_jobs(jobs, _slots(options, self.at_once), listen)
         else:
-            failed = self.cluster.run(
-                jobs, self.path / MANY, share, self.at_once, self.listen(left)
-            )
-        return Outcome(self.path, tuple(name for name in runs if name not in failed), failed)
+            failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, listen)
+        return Ended(tuple(name for name in runs if name not in failed), failed)
+
+    def _job(self, name: str, settings: dict[str, Any], changed: dict[str, Any]) -> Job:
+        """Return the process of a run."""
+        preset = self.preset or self.driver.preset
+        command = self.driver.command(self.path / name, preset, settings, changed, self.tensorboard)
+        return Job(name, command, self.path / LOGS / f"{name}.txt")
 
     def _finished(self, name: str, changed: Mapping[str, Any]) -> bool:
         path = self.path / name
         if not (path / CONFIG).exists():
             return False
         options = self.driver.recorded(path, read_config(path), changed, None)
-        return self.driver.finished(
-            dataclasses.replace(options, **changed), read_lines(path / RECORDS)[0]
-        )
+        records, _, _ = read_lines(path / RECORDS)
+        return self.driver.finished(dataclasses.replace(options, **changed), records)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((path / MANY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / MANY}: {error}") from error
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("runs"), dict)
-        or not record["runs"]
-    ):
+    record = read_object(path / MANY)
+    if not isinstance(record.get("runs"), dict) or not record["runs"]:
         raise InputError(f"{path / MANY} is no list of runs")
     return record
-
-
-@contextmanager
-def _folder(path: Path, make: bool) -> Iterator[None]:
-    lock = lock_folder(path, make)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _on_gpu(options: RunOptions) -> bool:
@@ -317,14 +304,8 @@ def _slots(options: RunOptions, at_once: int | None) -> list[dict[str, str]]:
         return [{}] * (at_once or max(1, cores // max(1, options.threads)))
     if options.device not in ("auto", "cuda"):
         return [{}] * (at_once or PER_GPU)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = (
-        [str(i) for i in range(torch.cuda.device_count())]
-        if visible is None
-        else visible.split(",")
-    )
-    names = names[: max(1, torch.cuda.device_count())]
-    return [
-        {"CUDA_VISIBLE_DEVICES": names[i % len(names)]}
-        for i in range(at_once or PER_GPU * len(names))
-    ]
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = visible.split(",")[: max(1, count)]
+    places = itertools.islice(itertools.cycle(names), at_once or PER_GPU * len(names))
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in places]

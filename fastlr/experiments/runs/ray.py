@@ -14,7 +14,6 @@ names it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -23,26 +22,24 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastlr.errors import InputError, install, one_line
-from fastlr.experiments.runs import worker
 from fastlr.experiments.runs.options import RunOptions
-from fastlr.experiments.runs.processes import Job, Listen, Message, job_messages
-from fastlr.files import LOCK, lock_folder
+from fastlr.experiments.runs.processes import Job, Listen, Message
+from fastlr.experiments.runs.ray_node import Node, checksum, sent_whole
 from fastlr.ghost.runtime import versions
 
 RETRIES = 3
 # Seconds in which a network file system shows what was written, or drops the lock of a dead node.
 _PATIENCE = 30.0
-_DYING = 1.0  # seconds in which a worker that Ray ends, after the job that it has started, is gone
 _CONNECT = 20.0  # seconds
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _OBJECTS = 100 << 20  # bytes of shared memory for Ray's objects: only short messages pass
 
 
@@ -110,21 +107,18 @@ class Cluster:
         Raises:
             InputError: No node has as much, or as `on_gpu`.
         """
-        gpus = (1.0 if self.gpus is None else self.gpus) if self.on_gpu(options) else 0.0
-        share = Share(float(max(1, options.threads)) if self.cpus is None else self.cpus, gpus)
-        nodes = self._nodes()
-        if not any(
-            node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in nodes
-        ):
-            present = "; ".join(
-                f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes
-            )
+        gpus = 0.0
+        if self.on_gpu(options):
+            gpus = 1.0 if self.gpus is None else self.gpus
+        cpus = float(max(1, options.threads)) if self.cpus is None else self.cpus
+        nodes = [(node.get("CPU", 0), node.get("GPU", 0)) for node in self._nodes()]
+        if not any(its_cpus >= cpus and its_gpus >= gpus for its_cpus, its_gpus in nodes):
+            present = "; ".join(f"{its[0]:g} CPUs and {its[1]:g} GPUs" for its in nodes)
             raise InputError(
-                f"no node of the Ray cluster has {share.cpus:g} CPUs and {share.gpus:g} GPUs for a "
-                f"run (there: {present}): lower --cpus-per-run or --gpus-per-run, or add a node "
-                "first"
+                f"no node of the Ray cluster has {cpus:g} CPUs and {gpus:g} GPUs for a run (there: "
+                f"{present}): lower --cpus-per-run or --gpus-per-run, or add a node first"
             )
-        return share
+        return Share(cpus, gpus)
 
     def run(
         self,
@@ -150,52 +144,55 @@ class Cluster:
         Raises:
             InputError: A node sees another folder, or has another fastlr.
         """
-        environment = {key: value for key, value in os.environ.items() if key.startswith("FASTLR_")}
-        if not share.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        node = Node(
-            shared_file, _checksum(shared_file), versions(), environment, os.getcwd(), _PATIENCE
-        )
-        remote = self.ray.remote(_sent_whole()).options(
-            num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0, num_returns="streaming"
-        )
-        waiting, running, failed = (
-            deque(_Task(job) for job in jobs),
-            list[_Task](),
-            dict[str, str](),
-        )
+        begin = self._starter(shared_file, share)
+        waiting = deque(_Task(job) for job in jobs)
+        running: list[_Task] = []
+        failed: dict[str, str] = {}
         while waiting or running:
             while waiting and (at_once is None or len(running) < at_once):
                 task = waiting.popleft()
-                task.stream = remote.remote(
-                    list(sys.path), pickle.dumps((task.job, node, task.losses > 0))
-                )
+                task.stream = begin(task)
                 running.append(task)
             ready, _ = self.ray.wait([task.stream for task in running], num_returns=1)
             task = next(task for task in running if task.stream is ready[0])
             message = self._next_message(task)
             if "unfit" in message:
                 raise InputError(message["unfit"])
-            if message.get("event") != "ended":
-                listen(task.job.name, message)
-                continue
-            running.remove(task)
-            if message["killed"] and task.losses < self.retries:
-                task.losses += 1
-                again = (
-                    f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
-                )
-                listen(task.job.name, {"event": "lost", "why": message["error"], "next": again})
-                waiting.appendleft(task)
-                continue
-            if message["killed"] and self.retries:
-                message["error"] += (
-                    f", also after {self.retries} {'retry' if self.retries == 1 else 'retries'}"
-                )
-            if message["error"] is not None:
-                failed[task.job.name] = message["error"]
+            if message.get("event") == "ended":
+                running.remove(task)
+                message = self._lost_or_ended(task, message)
+                if message["event"] == "lost":
+                    waiting.appendleft(task)
+                elif message["error"] is not None:
+                    failed[task.job.name] = message["error"]
             listen(task.job.name, message)
         return failed
+
+    def _starter(self, shared_file: Path, share: Share) -> Callable[[_Task], Any]:
+        """Return the function that gives Ray a task, and returns the stream of its messages."""
+        environment = {key: value for key, value in os.environ.items() if key.startswith("FASTLR_")}
+        if not share.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        node = Node(
+            shared_file, checksum(shared_file), versions(), environment, os.getcwd(), _PATIENCE
+        )
+        remote = self.ray.remote(sent_whole()).options(
+            num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0, num_returns="streaming"
+        )
+        return lambda task: remote.remote(
+            list(sys.path), pickle.dumps((task.job, node, task.losses > 0))
+        )
+
+    def _lost_or_ended(self, task: _Task, ended: Message) -> Message:
+        """Return what is said of a job that has ended: "lost" if it is to be begun again."""
+        if not ended["killed"] or not self.retries:
+            return ended
+        if task.losses < self.retries:
+            task.losses += 1
+            again = f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
+            return {"event": "lost", "why": ended["error"], "next": again}
+        times = "1 retry" if self.retries == 1 else f"{self.retries} retries"
+        return {**ended, "error": f"{ended['error']}, also after {times}"}
 
     def _next_message(self, task: _Task) -> Message:
         """Return the next message of a task; the end of one that Ray ended counts as the job's."""
@@ -254,37 +251,42 @@ def connect(
     except ImportError as error:
         raise InputError(f"Ray is not installed: {install('ray')}; or leave --ray out") from error
     cluster = Cluster(ray, cpus, gpus, retries)
-    if address is not None:
-        _check_address(address)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    files = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(_let_print, ray, True)
         if address is None:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            files = tempfile.mkdtemp(prefix="fastlr-ray-")
             cores = max(len(os.sched_getaffinity(0)), math.ceil((at_once or 1) * (cpus or 1)))
-            local: dict[str, Any] = {
-                "include_dashboard": False,
-                "object_store_memory": _OBJECTS,
-                "_temp_dir": files,
-            }
-            ray.init("local", num_cpus=cores, **local, **quiet)
+            _start(ray, cores, stack)
         else:
-            try:
-                ray.init(address, **quiet)
-            except (
-                Exception
-            ) as error:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
-                raise InputError(
-                    f"--address {address}: no Ray cluster can be reached ({one_line(error)})"
-                ) from error
+            _check_address(address)
+            stack.callback(ray.shutdown)
+            _join(ray, address)
         _let_print(ray, False)
         yield cluster
-    finally:
-        ray.shutdown()
-        _let_print(ray, True)
-        if files is not None:
-            shutil.rmtree(files, ignore_errors=True)
+
+
+def _start(ray: Any, cores: int, stack: ExitStack) -> None:
+    """Start a cluster on this machine; it and its files are gone when the stack is unwound."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    files = tempfile.mkdtemp(prefix="fastlr-ray-")
+    stack.callback(shutil.rmtree, files, ignore_errors=True)
+    stack.callback(ray.shutdown)
+    ray.init(
+        "local",
+        num_cpus=cores,
+        include_dashboard=False,
+        object_store_memory=_OBJECTS,
+        _temp_dir=files,
+        **_QUIET,
+    )
+
+
+def _join(ray: Any, address: str) -> None:
+    try:
+        ray.init(address, **_QUIET)
+    except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
+        raise InputError(
+            f"--address {address}: no Ray cluster can be reached ({one_line(error)})"
+        ) from error
 
 
 def _check_address(address: str) -> None:
@@ -310,107 +312,3 @@ def _let_print(ray: Any, enabled: bool) -> None:
     """Say whether Ray prints paragraphs on lost workers to stdout; there is no public switch."""
     with suppress(AttributeError):
         ray._private.worker._worker_logs_enabled = enabled
-
-
-@dataclass(frozen=True)
-class Node:
-    """The requirements on a node, and what it is given.
-
-    Attributes:
-        shared_file: A file that it must see.
-        checksum: Of its content.
-        versions: Of fastlr, torch and Python.
-        environment: Variables for the job.
-        cwd: Current folder for the job, where it exists: relative paths and modules of the user's
-            are found there.
-        patience: Seconds in which a network file system may show what was written, or drop the lock
-            of a dead node.
-    """
-
-    shared_file: Path
-    checksum: str | None
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
-    cwd: str
-    patience: float
-
-
-def _sent_whole() -> Any:
-    """Return `run_on_node` as a function that Ray sends whole, not by its name.
-
-    A worker may import another fastlr until its path is set.
-    """
-
-    def run_on_node(path: list[str], packed: bytes) -> Iterator[dict[str, Any]]:
-        import os
-        import pickle
-        import socket
-        import sys
-
-        here = [folder for folder in path if not folder or os.path.exists(folder)]
-        sys.path[:] = here + [folder for folder in sys.path if folder not in here]
-        try:
-            from fastlr.experiments.runs import ray
-        except ImportError as error:
-            yield {
-                "unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): "
-                "install the same there"
-            }
-            return
-        yield from ray.run_on_node(*pickle.loads(packed))
-
-    return run_on_node
-
-
-def run_on_node(job: Job, node: Node, again: bool) -> Iterator[Message]:
-    """Run a job from this process, a Ray worker, and yield its messages.
-
-    Where this node cannot run it, yield ``{"unfit": why}``.
-    """
-    until = time.monotonic() + node.patience
-    name, folder = socket.gethostname(), node.shared_file.parent
-    if versions() != node.versions:
-        present, wanted = (
-            ", ".join(f"{key} {value}" for key, value in v.items())
-            for v in (versions(), node.versions)
-        )
-        yield {"unfit": f"node {name} has {present}, not {wanted}: install the same there"}
-        return
-    while (checksum := _checksum(node.shared_file)) != node.checksum and time.monotonic() < until:
-        time.sleep(0.5)
-    if checksum != node.checksum:
-        what = "does not see" if checksum is None else "sees other files in"
-        remedy = (
-            "--out must be a folder that all nodes of the cluster share, under the same path; "
-            "what was begun is kept"
-        )
-        yield {"unfit": f"node {name} {what} {folder}: {remedy}"}
-        return
-    while again and _locked(folder / job.name) and time.monotonic() < until:
-        time.sleep(0.5)
-    if os.path.isdir(node.cwd):
-        os.chdir(node.cwd)
-    local = replace(job, command=worker.here(job.command))
-    with closing(job_messages([local], [node.environment])) as messages:
-        for _, message in messages:
-            if message.get("killed"):
-                time.sleep(_DYING)
-            yield message
-
-
-def _checksum(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-def _locked(folder: Path) -> bool:
-    """Return True if a process still writes a run folder: the one of a worker that was lost."""
-    if not (folder / LOCK).exists():
-        return False
-    try:
-        os.close(lock_folder(folder))
-    except InputError:
-        return True
-    return False

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fastlr.display.figures import save_figure
 from fastlr.display.record import output_folder, write_json
 from fastlr.display.sheets import HTML, WIDTH, Sheet
 from fastlr.errors import InputError
@@ -46,14 +47,14 @@ pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
   padding: .8rem; } summary { cursor: pointer; margin: .6rem 0; }
 </style></head>
 <body>
-{% macro figure(caption, data) %}
+{% macro figure(path, caption) %}
 
-<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ data }}">
+<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ base64(path) }}">
 <figcaption>{{ caption }}</figcaption></figure>
 {% endmacro %}
 <h1>{{ title }}</h1>
-{% for caption, data in pictures[:1] %}
-{{ figure(caption, data) }}
+{% for path, caption in figures[:1] %}
+{{ figure(path, caption) }}
 {% endfor %}
 {% for sentence in findings %}
 <p class="finding">{{ sentence }}</p>
@@ -61,8 +62,8 @@ pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
 {% for paragraph in lead %}
 <p class="note">{{ paragraph }}</p>
 {% endfor %}
-{% for caption, data in pictures[1:] %}
-{{ figure(caption, data) }}
+{% for path, caption in figures[1:] %}
+{{ figure(path, caption) }}
 {% endfor %}
 <h2>Tables</h2>
 {% for sheet in sheets %}
@@ -84,12 +85,12 @@ class Drawing:
 
     Attributes:
         name: Of the PNG file.
-        draw: Writes the file; returns False where there is nothing to draw.
+        draw: Returns the figure, or a picture of Pillow; None where there is nothing to draw.
         caption: What stands below it.
     """
 
     name: str
-    draw: Callable[[Path], bool]
+    draw: Callable[[], Any]
     caption: str
 
 
@@ -170,32 +171,38 @@ def write_files(
         InputError: A file cannot be written.
     """
     figures: list[Figure] = []
-    pictures: list[tuple[str, str]] = []
     for drawing in drawings:
-        path, caption = folder / drawing.name, drawing.caption.strip()
-        if drawing.draw(path):
-            figures.append((path, caption))
-            data = base64.b64encode(path.read_bytes()).decode("ascii")
-            pictures.append((caption, data))
-        else:
+        path, picture = folder / drawing.name, drawing.draw()
+        if picture is None:
             path.unlink(missing_ok=True)
+        else:
+            save_figure(picture, path)
+            figures.append((path, drawing.caption.strip()))
     write_json(folder / "report.json", dict(numbers))
-    origins = dict.fromkeys(text for run in runs if (text := provenance(run)))
-    content = {"title": title, "findings": findings, "lead": [*lead, *origins], "sheets": sheets}
-    content |= {"pictures": pictures, "runs": runs}
-    texts = {
-        "report.md": "\n".join(
-            [f"# {title}\n", *(f"{s}\n" for s in findings), *(sheet.markdown() for sheet in sheets)]
-        ),
-        **{f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows},
-        **(texts or {}),
-        "index.html": _PAGE.render(content, json=json.dumps),
-    }
-    for name, text in texts.items():
+    origins = dict.fromkeys(filter(None, map(provenance, runs)))
+    page = _PAGE.render(
+        title=title,
+        findings=findings,
+        lead=[paragraph for paragraph in (*lead, *origins) if paragraph],
+        sheets=sheets,
+        figures=figures,
+        runs=runs,
+        json=json.dumps,
+        base64=_base64,
+    )
+    paragraphs = [f"# {title}\n", *(f"{sentence}\n" for sentence in findings)]
+    markdown = "\n".join([*paragraphs, *(sheet.markdown() for sheet in sheets)])
+    tables = {f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows}
+    files = {"report.md": markdown, **tables, **(texts or {}), "index.html": page}
+    for name, text in files.items():
         write_text(folder / name, text)
     return Report(
         folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings)
     )
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")
 
 
 def provenance(run: RunFolder) -> str:
@@ -204,15 +211,17 @@ def provenance(run: RunFolder) -> str:
     What the configuration does not hold is left out.
     """
     config, command, versions = run.config, run.config.get("command"), run.config.get("versions")
+    if isinstance(command, list):
+        command = " ".join(map(str, command))
+    if isinstance(versions, dict):
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     entries = {
         "preset": config.get("preset"),
         "model": run.options.get("model"),
         "seed": run.options.get("seed"),
         "machine": run.machine,
-        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items())
-        if isinstance(versions, dict)
-        else versions,
+        "command": command,
+        "versions": versions,
         "commit": config.get("commit"),
     }
     text = "; ".join(f"{key}: {value}" for key, value in entries.items() if value not in (None, ""))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fastlr.distributed.process_group import broadcast
 from fastlr.distributed.sharding import Team, team
 from fastlr.experiments.runs.folder import Run
@@ -40,43 +42,42 @@ class SharedRun(Run):
     def set_config(self, config: Mapping[str, Any]) -> None:
         """See `Run`."""
         self.config = dict(config)
-        if self._run is not None:
-            self._run.set_config(config)
+        self._on_first("set_config", config)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """See `Run`."""
-        if self._run is not None:
-            self._run.append(record)
+        self._on_first("append", record)
         self.records.append(dict(record))
 
     def commit(self, record: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """See `Run`; every rank has the record of rank 0 afterwards."""
-        if self._run is not None:
-            self._run.commit(record, state)
-        self.records.append(
-            self._members.share(None if self._run is None else self._run.records[-1])[0]
-        )
+        self._on_first("commit", record, state)
+        last = None if self._run is None else self._run.records[-1]
+        self.records.append(self._members.share(last)[0])
 
     def abandon(self) -> None:
         """See `Run`."""
-        if self._run is not None:
-            self._run.abandon()
+        self._on_first("abandon")
 
     def write_checkpoint(self, name: str, content: Any) -> None:
         """See `Run`."""
-        if self._run is not None:
-            self._run.write_checkpoint(name, content)
+        self._on_first("write_checkpoint", name, content)
+
+    def write_row(self, name: str, row: int, values: Tensor) -> None:
+        """See `Run`."""
+        self._on_first("write_row", name, row, values)
 
     def read_checkpoint(self, name: str) -> Any:
         """See `Run`."""
-        return broadcast(
-            self._members, None if self._run is None else self._run.read_checkpoint(name)
-        )
+        return broadcast(self._members, self._on_first("read_checkpoint", name))
 
     def close(self) -> None:
         """See `Run`."""
-        if self._run is not None:
-            self._run.close()
+        self._on_first("close")
+
+    def _on_first(self, method: str, *given: Any) -> Any:
+        """Call a method of the run on rank 0; None on the others."""
+        return None if self._run is None else getattr(self._run, method)(*given)
 
 
 def opened(work: Callable[[], Run]) -> Run:

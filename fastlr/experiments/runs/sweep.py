@@ -15,7 +15,7 @@ from typing import Any
 
 from fastlr.errors import InputError
 from fastlr.experiments.runs.experiment import Driver
-from fastlr.experiments.runs.options import parse_settings, resolve
+from fastlr.experiments.runs.options import parse_settings
 
 Grids = Mapping[str, Sequence[Any]]
 _LONGEST_VALUE, _LONGEST = 32, 120  # characters of a value in a name, and of a name
@@ -86,7 +86,7 @@ def product(
     """
     if count < 1:
         raise InputError(f"--seeds {count}: give at least 1")
-    first_seed = resolve(driver.options, driver.presets, preset or driver.preset, settings).seed
+    first_seed = driver.options_from(preset, settings).seed
     made = []
     for values in itertools.product(*grids.values()):
         chosen = dict(zip(grids, values))
@@ -106,9 +106,12 @@ def _split(text: str) -> list[str]:
     """Split at commas that are in no braces, brackets or double quotes."""
     parts, depth, quoted = [""], 0, False
     for character in text:
-        quoted ^= character == '"'
-        if not quoted:
-            depth += (character in "{[") - (character in "}]")
+        if character == '"':
+            quoted = not quoted
+        elif not quoted and character in "{[":
+            depth += 1
+        elif not quoted and character in "}]":
+            depth -= 1
         if character == "," and depth == 0 and not quoted:
             parts.append("")
         else:
@@ -127,14 +130,14 @@ def _name(chosen: Mapping[str, Any], seed: int, hashed: bool = False) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, tuple):
         text = "+".join(map(str, value))
+    elif isinstance(value, dict):
+        text = json.dumps(value, sort_keys=True)
     else:
-        text = json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
+        text = str(value)
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_")
-    return (
-        safe
-        if safe == text and len(text) <= _LONGEST_VALUE
-        else f"{safe[-_LONGEST_VALUE + 9 :]}-{_hash(value)}"
-    )
+    if safe == text and len(text) <= _LONGEST_VALUE:
+        return safe
+    return f"{safe[-_LONGEST_VALUE + 9 :]}-{_hash(value)}"
 
 
 def _hash(value: Any) -> str:

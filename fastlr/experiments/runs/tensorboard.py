@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.experiments.runs.experiment import Progress, Report
 from fastlr.experiments.runs.folder import RECORDS, read_lines
+from fastlr.experiments.runs.progress import Progress, Report
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
 
 TENSORBOARD = "tensorboard"  # folder in that of the run
@@ -32,30 +33,25 @@ class Mirror:
     missing is left out.
 
     Args:
-        path: The run folder.
-        logger: Makes the logger, once there are records; it must drop what was logged from step 0
-            on.
+        path: The run folder; the log is in its folder ``tensorboard``.
+
+    Raises:
+        InputError: tensorboard is not installed.
     """
 
-    def __init__(self, path: str | Path, logger: Callable[[], Logger]) -> None:
-        self._file, self._make = Path(path) / RECORDS, logger
+    def __init__(self, path: str | Path) -> None:
+        require_tensorboard()
+        self._path = Path(path)
         self._logger: Logger | None = None
         self._given_up = False
         self._step, self._accuracy = 0, None
 
-    @classmethod
-    def tensorboard(cls, path: str | Path) -> Mirror:
-        """Return a mirror in the folder ``tensorboard`` of the run folder.
-
-        Raises:
-            InputError: tensorboard is not installed.
-        """
-        require_tensorboard()
-        return cls(path, lambda: TensorBoardLogger(Path(path) / TENSORBOARD, purge_step=0))
-
     def update(self, record: Record) -> None:
-        """Log a record that has just been committed."""
-        self._carefully(lambda: self._log(record) if self._logger else self._catch_up())
+        """Log a record that has just been committed, which is in the folder's records too."""
+        if self._logger is None:
+            self._carefully(self._catch_up)
+        else:
+            self._carefully(partial(self._log, record))
 
     def __enter__(self) -> Mirror:
         return self
@@ -80,9 +76,10 @@ class Mirror:
             warnings.warn(f"the run goes on without its log: {error}", FastlrWarning, stacklevel=3)
 
     def _catch_up(self) -> None:
-        records = read_lines(self._file)[0]
+        records = read_lines(self._path / RECORDS)[0]
         if records:
-            self._logger = self._make()
+            # What was logged from step 0 on is dropped.
+            self._logger = TensorBoardLogger(self._path / TENSORBOARD, purge_step=0)
         for record in records:
             self._log(record)
 
@@ -109,7 +106,7 @@ def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Re
     if not tensorboard:
         yield report
         return
-    with Mirror.tensorboard(path) as mirror:
+    with Mirror(path) as mirror:
 
         def both(at: Progress) -> None:
             report(at)

@@ -17,7 +17,7 @@ The ranks are those of `fastlr.distributed.sharded`, or of torchrun, for the com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,10 @@ from fastlr.errors import InputError, ModelError
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.optim import part_sizes, split, trainable_parameters
 from fastlr.experiments.training.options import TrainingOptions
+from fastlr.experiments.training.usage import ONE_PROCESS, Observer, Usage
 from fastlr.ops.torch_private import BatchNorm, StatisticsNorm
 
-_ONE_PROCESS = "which processes cannot share: start one"
-_SOMETIMES = "{} has a gradient in some steps only, " + _ONE_PROCESS
-
-
-class _Usage(NamedTuple):
-    """How a training pass uses the model, on any rank."""
-
-    reached: list[bool]  # each trainable parameter has a gradient
-    norm_uses: list[int]  # times that each norm with running statistics is used
+_SOMETIMES = "{} has a gradient in some steps only, " + ONE_PROCESS
 
 
 class Parallel:
@@ -62,12 +55,11 @@ class Parallel:
         self.ranks, self.model, self.norm_batch = team(), model, options.norm_batch
         self._first_only = options.batch_norm_updates == "first-part"
         self._rounded = options.reduce_dtype == "bf16"
-        self._usage: dict[tuple[Any, ...], _Usage] = {}
+        self._usage: dict[tuple[Any, ...], Usage] = {}
         self._factors: dict[tuple[int, ...], Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._unreached: Tensor | int = (
-            0  # parameters that no rank reached though it was expected, over all steps
-        )
+        # Parameters that no rank reached though it was expected, over all steps.
+        self._unreached: Tensor | int = 0
         self._failure: str | None = None
         self._norms: list[Any] = [
             m
@@ -129,10 +121,8 @@ class Parallel:
         Once all are done, the running statistics are those after the parts that update them.
         """
         sizes, updates = self.own_parts(size), self._updates(size)
-        statistics = [
-            *self._statistics(),
-            *(t for m in self._norms if (t := m.num_batches_tracked) is not None),
-        ]
+        counts = [m.num_batches_tracked for m in self._norms]
+        statistics = [*self._statistics(), *(t for t in counts if t is not None)]
         kept: list[Tensor] = []
         for done, part in enumerate(zip(*(t.split(sizes) for t in batch))):
             if done == updates:
@@ -144,7 +134,10 @@ class Parallel:
     def _updates(self, size: int) -> int:
         """How many of this rank's parts of a batch, its first ones, update running statistics."""
         *before, own = self._shares(size)[: self.ranks.rank + 1]
-        return min(len(own), 0 if any(before) else 1) if self._first_only else len(own)
+        if not self._first_only:
+            return len(own)
+        is_first = len(own) > 0 and not any(before)
+        return int(is_first)
 
     def own_span(self, start: int, stop: int) -> tuple[int, int]:
         """Return where this rank's share of the batch ``start`` to ``stop`` begins and ends."""
@@ -164,7 +157,9 @@ class Parallel:
         It is `fastlr.experiments.runs.folder.stream_seed` with the rank among the uses; rank 0
         draws as one process does.
         """
-        return stream_seed(seed, *use, *(("rank", self.ranks.rank) if self.ranks.rank else ()))
+        if self.ranks.rank == 0:
+            return stream_seed(seed, *use)
+        return stream_seed(seed, *use, "rank", self.ranks.rank)
 
     def sum(self, t: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks, and return it."""
@@ -231,14 +226,11 @@ class Parallel:
         buffers = self._gradient_buffers()
         before = _flat(self._statistics(), next(iter(buffers)).device)
         key = (self.model.training, *map(id, buffers))
-        observer = None if key in self._usage else _Observer(self.model, self._norms)
+        observer = None if key in self._usage else Observer(self.model, self._norms)
+        loss = torch.zeros((), dtype=torch.float64, device=before.device)
+        reached = [False] * len(buffers)
         if self.own_parts(size):
             loss, reached = work()
-        else:
-            loss, reached = (
-                torch.zeros((), dtype=torch.float64, device=before.device),
-                [False] * len(buffers),
-            )
         if observer is not None:
             self._usage[key] = self._agree_on_usage(
                 reached, *observer.observed(self._updates(size))
@@ -255,7 +247,7 @@ class Parallel:
         size: int,
         buffers: dict[nn.Parameter, Tensor],
         reached: list[bool],
-        usage: _Usage,
+        usage: Usage,
         before: Tensor,
     ) -> None:
         """Add up over the ranks the gradients and the changes of the running statistics.
@@ -285,7 +277,8 @@ class Parallel:
         for (p, buffer), total in zip(gradients.items(), sums, strict=True):
             p.grad = buffer.copy_(total.view(p.shape))
         _copy_from(before + change, statistics)
-        others = (1 if self._first_only else len(self.part_sizes(size))) - self._updates(size)
+        parts_that_update = 1 if self._first_only else len(self.part_sizes(size))
+        others = parts_that_update - self._updates(size)
         for m, uses in zip(self._norms, usage.norm_uses, strict=True):
             if uses and m.num_batches_tracked is not None:
                 m.num_batches_tracked += others * uses
@@ -301,7 +294,7 @@ class Parallel:
         self,
         buffers: dict[nn.Parameter, Tensor],
         reached: list[bool],
-        usage: _Usage,
+        usage: Usage,
         device: torch.device,
     ) -> Tensor:
         """1 for each expected parameter that this rank's samples have reached, else 0."""
@@ -316,14 +309,13 @@ class Parallel:
 
     def _agree_on_usage(
         self, reached: list[bool], norm_uses: list[int], failure: str | None
-    ) -> _Usage:
+    ) -> Usage:
         """Merge what the ranks observed in their first step of a kind."""
         everyone = self.ranks.share([reached, norm_uses])
         self._failure = self._failure or failure
-        return _Usage(
-            [any(flags) for flags in zip(*(flags for flags, _ in everyone))],
-            [max(uses) for uses in zip(*(uses for _, uses in everyone))],
-        )
+        reached_by_rank, uses_by_rank = zip(*everyone)
+        reached = [any(flags) for flags in zip(*reached_by_rank)]
+        return Usage(reached, [max(uses) for uses in zip(*uses_by_rank)])
 
     def _factor(self, size: int, norm_uses: list[int], like: Tensor) -> Tensor:
         """Return the share of this rank's change of each running statistic that is left.
@@ -334,11 +326,9 @@ class Parallel:
         r, change it together by the sum over ranks of their own change times ``(1 - m)`` to the
         power of the uses that come after them.
         """
-        after = (
-            0
-            if self._first_only
-            else sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
-        )
+        after = 0
+        if not self._first_only:
+            after = sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
         key = (after, *norm_uses)
         if key not in self._factors:
             factors = [
@@ -351,63 +341,15 @@ class Parallel:
         return self._factors[key]
 
 
-class _Observer:
-    """Observes how a step uses a model: how often each norm, and what else it changes.
-
-    Args:
-        model: Before the step.
-        norms: Its layers with running statistics.
-    """
-
-    def __init__(self, model: nn.Module, norms: list[Any]) -> None:
-        merged = {
-            id(t) for m in norms for t in (m.running_mean, m.running_var, m.num_batches_tracked)
-        }
-        self._others = {
-            name: (t, t.clone()) for name, t in model.named_buffers() if id(t) not in merged
-        }
-        self._norms, self._names = norms, {id(m): name for name, m in model.named_modules()}
-        self._counts = [_passes(m) for m in norms]
-
-    def observed(self, updates: int) -> tuple[list[int], str | None]:
-        """Return how often each updating part used each norm, and why processes cannot share it.
-
-        This is asked after a step with ``updates`` updating parts; the second is None where they
-        can.
-        """
-        failure, uses = None, []
-        for m, count in zip(self._norms, self._counts, strict=True):
-            more = _passes(m) - count
-            uses.append(more // updates if updates else 0)
-            if updates and more % updates:
-                failure = f"{self._names[id(m)]} takes part in some passes only, {_ONE_PROCESS}"
-        for name, (t, before) in self._others.items():
-            if not torch.equal(t, before):
-                failure = f"training changes the buffer {name}, {_ONE_PROCESS}"
-        return uses, failure
-
-
-def _passes(norm: Any) -> int:
-    """Return the number of passes that a norm layer has seen in training.
-
-    It is 0 for a layer that does not count them (it updates once a pass).
-    """
-    return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
-
-
 def _flat(
     tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
     """A copy of tensors in one, in a dtype; None: float32 unless one of them is float64."""
-    dtype = dtype or (
-        torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    )
-    return torch.cat(
-        [
-            torch.empty(0, dtype=dtype, device=device),
-            *(t.detach().reshape(-1).to(dtype) for t in tensors),
-        ]
-    )
+    if dtype is None:
+        wide = any(t.dtype == torch.float64 for t in tensors)
+        dtype = torch.float64 if wide else torch.float32
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    return torch.cat([nothing, *(t.detach().reshape(-1).to(dtype) for t in tensors)])
 
 
 def _copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:

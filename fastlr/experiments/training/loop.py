@@ -105,8 +105,12 @@ class TrainingLoop:
     @property
     def step_mode(self) -> str:
         """How steps run: ``eager``, ``graph``, ``compile``, or ``compile+graph``."""
-        compiled = ["compile"] if isinstance(self.forward, Compiled) else []
-        return "+".join(compiled + ["graph"] * self.steps.captured) or "eager"
+        words = []
+        if isinstance(self.forward, Compiled):
+            words.append("compile")
+        if self.steps.captured:
+            words.append("graph")
+        return "+".join(words) or "eager"
 
     def train_batch(
         self, span: tuple[int, int], samples: Callable[[int, int], Sequence[Tensor]]

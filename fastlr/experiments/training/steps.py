@@ -94,7 +94,7 @@ class TrainingSteps:
         """Do a step; the result is valid until the next one."""
         if not self.captured:
             return self.work(*inputs)
-        key = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in inputs)
+        key = tuple(map(_kind, inputs))
         captured = self._captures.get(key)
         if captured is None and key in self._launched:
             captured = self._capture(key, inputs)
@@ -140,6 +140,11 @@ class TrainingSteps:
         self.captures += 1
         self._relied_on = relied_on(self.model, self.changed())
         return self._captures.put(key, captured)
+
+
+def _kind(value: Tensor | int) -> Any:
+    """Return what inputs of one capture have in common: a tensor's layout and dtype, a number."""
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 @contextmanager

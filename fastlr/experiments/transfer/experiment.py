@@ -25,22 +25,20 @@ from torch import Tensor
 from fastlr.errors import InputError
 from fastlr.experiments.data import SplitSeries, open_series, split_series
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import REDUNDANCY, Field, texts
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
+from fastlr.experiments.runs.records import measured
 from fastlr.experiments.training.forecaster import Forecaster, batches, cosine, evenly
 from fastlr.experiments.training.optim import spans, trainable_parameters
+from fastlr.experiments.transfer.fields import strategy
 from fastlr.experiments.transfer.measures import Probe, Redundancy, weights_and_units
-from fastlr.experiments.transfer.options import (
-    BEFORE,
-    FURTHER,
-    PRESETS,
-    STRATEGIES,
-    TransferOptions,
-)
-from fastlr.experiments.transfer.records import value_of
+from fastlr.experiments.transfer.options import BEFORE, PRESETS, TransferOptions
+from fastlr.experiments.transfer.records import with_the_files
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
 Record = dict[str, Any]
+_VALIDATION = Field("validation_loss", "validation loss", "val", form="{:.4f}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +67,23 @@ def checkpoint_name(epoch: int) -> str:
     return f"epoch-{epoch:02d}.pt" if epoch else "initial.pt"
 
 
-def pick(strategy: str, epochs: Sequence[Mapping[str, Any]]) -> Record:
+def pick(name: str, epochs: Sequence[Record]) -> Record:
     """Return the pick of a strategy among the checkpoints, and the numbers that it goes by.
 
     Args:
-        strategy: One of `STRATEGIES` or `FURTHER`.
+        name: Of the strategy.
         epochs: The records of kind "pretrain", in order.
 
     Returns:
         "epoch" (0: no pretraining); "by", "rule" ("least" or "greatest"), "value" and "candidates"
         (epoch as text to value). Of equal values the earliest epoch is picked.
     """
-    by, rule = {**STRATEGIES, **FURTHER}[strategy]
+    by, rule, *_ = strategy(name)
     if not by:
         return {"epoch": 0, "by": None, "rule": None, "value": None, "candidates": {}}
-    values = {record["epoch"]: value_of(record, by) for record in epochs}
-    # The first of equal ones.
-    best = min(values, key=lambda epoch: values[epoch] if rule == "least" else -values[epoch])
+    values = {record["epoch"]: measured(with_the_files(record), by)["value"] for record in epochs}
+    # Each returns the first of equal ones.
+    best = (min if rule == "least" else max)(values, key=values.__getitem__)
     candidates = {str(epoch): value for epoch, value in values.items()}
     return {"epoch": best, "by": by, "rule": rule, "value": values[best], "candidates": candidates}
 
@@ -304,19 +302,26 @@ def _open_data(options: TransferOptions) -> tuple[TransferData, dict[str, Any]]:
         )
     digest = hashlib.sha256("".join(split.table.digest for split in both).encode()).hexdigest()
     described = {
-        key: {
-            "name": split.table.name,
-            "path": None if split.table.path is None else str(split.table.path),
-            "rows": len(split.table.values),
-            "features": list(split.table.columns),
-            "step_seconds": split.table.step,
-            "train_windows": len(split.train),
-            "validation_windows": len(split.validation),
-        }
-        for key, split in zip(("source", "target"), both)
+        "path": f"{options.source} or {options.target}",
+        "digest": digest,
+        "source": _described(both[0]),
+        "target": _described(both[1]),
     }
-    path = f"{options.source} or {options.target}"
-    return TransferData(*both), {"path": path, "digest": digest, **described}
+    return TransferData(*both), described
+
+
+def _described(split: SplitSeries) -> dict[str, Any]:
+    """Return what ``config.json`` says of a series."""
+    table = split.table
+    return {
+        "name": table.name,
+        "path": None if table.path is None else str(table.path),
+        "rows": len(table.values),
+        "features": list(table.columns),
+        "step_seconds": table.step,
+        "train_windows": len(split.train),
+        "validation_windows": len(split.validation),
+    }
 
 
 def _carry_on(
@@ -357,13 +362,8 @@ def _finished(options: TransferOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Losses and local redundancy of a step."""
-    if record["kind"] == "selection":
-        return {"val": "", "LR": ""}
-    key = "tuned" if record["kind"] == "finetune" else "val"
-    values = {key: f"{record['validation_loss']:.4f}"}
-    if "measures" in record:
-        values["LR"] = f"{record['measures']['local_redundancy']['value']:.4g}"
-    return values
+    found = texts(record, (_VALIDATION, REDUNDANCY))
+    return {"tuned": found["val"]} if record["kind"] == "finetune" else found
 
 
 DRIVER = Driver(
@@ -378,6 +378,7 @@ DRIVER = Driver(
     carry_on=_carry_on,
     finished=_finished,
     shown=_shown,
+    report="fastlr.experiments.transfer.report:write_transfer_report",
     before=BEFORE,
 )
 begin, resume = DRIVER.begin, DRIVER.resume

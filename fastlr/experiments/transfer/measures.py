@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from fastlr import metrics
 from fastlr.errors import InputError
 from fastlr.estimator.statistics import Moments
 from fastlr.experiments.data import SplitSeries
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.forecaster import Forecaster, batches
 from fastlr.experiments.transfer.options import TransferOptions
@@ -33,17 +33,9 @@ class Redundancy:
     def __init__(
         self, net: Forecaster, options: TransferOptions, features: int, chunk: int
     ) -> None:
-        self._estimator = fastlr.LocalRedundancy(
-            net.model,
-            fastlr.GaussianSeries(length=options.context, features=features),
-            options.redundancy_n,
-            predictive=fastlr.Gaussian(sigma=options.sigma),
-            probe=options.redundancy_probe,
-            seed=options.seed,
-            dtype=net.autocast_dtype,
-            batch_size=options.redundancy_batch or chunk or None,
-            progress=False,
-        )
+        inputs = fastlr.GaussianSeries(length=options.context, features=features)
+        predictive = fastlr.Gaussian(sigma=options.sigma)
+        self._estimator = redundancy_estimator(net, inputs, chunk, predictive=predictive)
         self._definition = (
             f"local redundancy: mean over {options.redundancy_n} Gaussian inputs of E_y ||grad log "
             f"P(y|x)||^2, y ~ N(f(x), sigma^2 I) with sigma = {options.sigma:g}, eval mode"
@@ -55,14 +47,16 @@ class Redundancy:
         """Forget the measurements so far."""
         self.points: list[dict[str, Any]] = []
         self._sums = torch.zeros((), dtype=torch.float64)
+        self._by = ""
 
     def measure(self, step: int) -> None:
         """Measure the network as it is now, after so many steps."""
         estimate = self._estimator.measure()
         assert estimate.per_sample is not None
         self.chunk, self._sums = estimate.batch_size, self._sums + estimate.per_sample
+        self._by = by_batches(estimate)
         self.points.append(
-            {"step": step, "value": estimate.value, "stderr": _or_none(estimate.stderr)}
+            {"step": step, "value": estimate.value, "stderr": or_none(estimate.stderr)}
         )
 
     def record(self) -> dict[str, Any]:
@@ -72,12 +66,12 @@ class Redundancy:
         """
         moments = Moments()
         moments.add(self._sums / len(self.points))
-        definition = self._definition
+        definition = self._definition + self._by
         if len(self.points) > 1:
             definition += f"; mean of {len(self.points)} measurements"
         return {
             "value": moments.mean,
-            "stderr": _or_none(moments.stderr),
+            "stderr": or_none(moments.stderr),
             "definition": definition,
             "n": moments.n,
             "probe": self._estimator.options.probe,
@@ -180,7 +174,3 @@ def trainable_only(model: nn.Module, part: nn.Module) -> Iterator[None]:
         for p, flag in flags:
             p.requires_grad_(flag)
             p.grad = None
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

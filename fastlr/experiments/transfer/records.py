@@ -5,7 +5,7 @@ Source: paper, section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -13,78 +13,73 @@ from typing import Any
 
 import numpy as np
 
-from fastlr.errors import InputError
 from fastlr.experiments.runs.records import (
     Array,
+    Record,
     RunFolder,
-    as_dict,
     check_numbers,
     measured,
-    number,
+    refuse_copies,
+    refuse_mixtures,
     run_folders,
 )
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
-_MAY_DIFFER = (
-    "seed",
-    "device",
-    "threads",
-    "source",
-    "target",
-)  # of the options of runs that are pooled
+# Of the options of runs that are pooled.
+_MAY_DIFFER = ("seed", "device", "threads", "source", "target")
 
 
-def value_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return a loss or measure of the record of an epoch.
+def with_the_files(record: Record) -> Record:
+    """Return an epoch's record with the checkpoint's own local redundancy among its measures.
 
-    ``local_redundancy_at_end`` is that of the checkpoint: the last measurement within the epoch.
+    It is the last measurement within the epoch, of which local redundancy is the mean.
     """
-    if name == "local_redundancy_at_end":
-        return (measured(record, "local_redundancy").get("points") or [{}])[-1].get("value")
-    return record.get(name, measured(record, name).get("value"))
+    points = measured(record, "local_redundancy").get("points")
+    if not points:
+        return record
+    return {**record, "local_redundancy_at_end": points[-1].get("value")}
 
 
 @dataclass
 class TransferRun(RunFolder):
-    """The records of a transfer run.
+    """The records of a transfer run, whose steps are the epochs of pretraining, from 1.
 
     Attributes:
-        start: Of the network before training.
-        epochs: Epoch, from 1, to its record.
         picks: Strategy to what it picked.
         tunings: (epoch of the checkpoint, number of the run) to its record.
     """
 
-    experiment, required = "a transfer run", ("start",)
-    start: dict[str, Any] = field(default_factory=dict)
-    epochs: dict[int, dict[str, Any]] = field(default_factory=dict)
     picks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tunings: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    tunings: dict[tuple[int, int], Record] = field(default_factory=dict)
 
-    def add(self, record: dict[str, Any]) -> None:
+    experiment, driver = "a transfer run", "transfer"
+    row, step = "pretrain", "epoch"
+
+    def add(self, record: Record) -> None:
         """Take a line of the records; of several for one step the last counts."""
         kind = record["kind"]
-        if kind == "start":
-            self.start = record
-        elif kind == "pretrain":
-            self.epochs[int(record["epoch"])] = record
-        elif kind == "selection":
+        if kind == "selection":
             self.picks = {
                 name: {"epoch": int(pick["epoch"]), **pick}
                 for name, pick in record["picks"].items()
             }
         elif kind == "finetune":
-            check_numbers(record, "validation_loss")
-            record["validation"][0], record["steps"][0]
+            check_numbers(record, ("validation_loss",))
+            if not record["validation"] or not record["steps"]:
+                raise ValueError("no validation")
             self.tunings[int(record["epoch"]), int(record["run"])] = record
+        else:
+            super().add(with_the_files(record))
 
-    def odd(self) -> list[str]:
-        """Say which epochs have no record though later ones have."""
-        return [
-            f"no record of epoch {e}"
-            for e in range(1, max(self.epochs, default=0))
-            if e not in self.epochs
-        ]
+    @property
+    def records(self) -> list[Record]:
+        """All records with seconds: those of pretraining and of fine-tuning."""
+        return [*self.rows.values(), *self.tunings.values()]
+
+    @property
+    def epochs(self) -> int:
+        """The last epoch of pretraining; 0 before the first."""
+        return len(self) - 1
 
     @property
     def seed(self) -> int:
@@ -108,9 +103,8 @@ class TransferRun(RunFolder):
 
         They ended before their epochs, as their validation loss had saturated.
         """
-        steps = self.options.get("finetune_epochs", 0) * self.start.get(
-            "finetune_steps_per_epoch", 0
-        )
+        epochs = self.options.get("finetune_epochs", 0)
+        steps = epochs * self.untrained.get("finetune_steps_per_epoch", 0)
         return sum(record["steps"][-1] < steps for record in self.tunings.values())
 
     def loss(self, strategy: str) -> float:
@@ -124,42 +118,23 @@ class TransferRun(RunFolder):
         """
         records = self.of_pick(strategy)
         steps = max((record["steps"] for record in records), key=len)
-        rows = [
-            record["validation"] + [record["validation"][-1]] * len(steps) for record in records
-        ]
-        return np.array(steps, dtype=float), np.array([row[: len(steps)] for row in rows]).mean(0)
-
-    def numbers(self, name: str) -> Array:
-        """Return a loss or measure by epoch, 0 (before training) to the last.
-
-        It is NaN where it was not recorded.
-        """
-        values = np.full(max(self.epochs, default=0) + 1, np.nan)
-        for epoch, record in {0: self.start, **self.epochs}.items():
-            values[epoch] = number(value_of(record, name))
-        return values
+        losses = np.empty((len(records), len(steps)))
+        for row, record in zip(losses, records):
+            known = record["validation"]
+            row[: len(known)] = known
+            row[len(known) :] = known[-1]
+        return np.array(steps, dtype=float), losses.mean(0)
 
     def redundancy_points(self) -> tuple[Array, Array]:
         """Every measurement of local redundancy: epochs passed (a fraction), and value."""
-        steps = self.start.get("steps_per_epoch", 1)
-        records = (self.start, *self.epochs.values())
+        steps = self.untrained.get("steps_per_epoch", 1)
         points = [
             point
-            for record in records
+            for record in self.rows.values()
             for point in measured(record, "local_redundancy").get("points", [])
         ]
-        return np.array([point["step"] / steps for point in points]), np.array(
-            [point["value"] for point in points]
-        )
-
-    def seconds(self, name: str = "") -> float:
-        """Return the seconds of all steps, or those spent on one thing.
-
-        An example is "train" (pretraining, without measuring).
-        """
-        records = (self.start, *self.epochs.values(), *self.tunings.values())
-        entries = [entry for record in records for entry in as_dict(record, "seconds").items()]
-        return sum(number(value) for key, value in entries if name in ("", key))
+        epochs = np.array([point["step"] / steps for point in points])
+        return epochs, np.array([point["value"] for point in points])
 
 
 @dataclass(frozen=True)
@@ -188,7 +163,10 @@ def strategies(runs: Sequence[TransferRun]) -> list[str]:
 
 def losses(runs: Sequence[TransferRun]) -> dict[str, Mean]:
     """Return each strategy's loss after fine-tuning, over the seeds of complete runs."""
-    return {name: mean_over_seeds([run.loss(name) for run in runs]) for name in strategies(runs)}
+    means = {}
+    for name in strategies(runs):
+        means[name] = mean_over_seeds([run.loss(name) for run in runs])
+    return means
 
 
 def differences(runs: Sequence[TransferRun]) -> list[Difference]:
@@ -210,25 +188,14 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
             the network.
     """
     runs = [TransferRun.read(folder) for folder in run_folders(paths)]
-    reference = runs[0]
-    for index, run in enumerate(runs[1:], 1):
-        for key in sorted(reference.options.keys() | run.options.keys()):
-            expected, value = reference.options.get(key), run.options.get(key)
-            if key not in _MAY_DIFFER and expected != value:
-                raise InputError(
-                    f"{reference.name} has {key}={expected}, {run.name} {value}: report on them "
-                    "apart"
-                )
-        if as_dict(run.config, "data").get("digest") != as_dict(reference.config, "data").get(
-            "digest"
-        ):
-            raise InputError(
-                f"{reference.name} and {run.name} have different data: report on them apart"
-            )
-        for earlier in runs[:index]:
-            if earlier.seed == run.seed:
-                raise InputError(
-                    f"{earlier.path} and {run.path} have the same seed {run.seed}: a seed counts "
-                    "once"
-                )
+    refuse_copies(runs)
+    refuse_mixtures(runs, list(map(_settings, runs)))
     return runs
+
+
+def _settings(run: TransferRun) -> dict[str, Any]:
+    """Return what pooled runs have in common."""
+    settings = run.full_options
+    for key in _MAY_DIFFER:
+        settings.pop(key, None)
+    return {**settings, "data": run.digest}

@@ -6,7 +6,7 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 import math
-import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,17 @@ from fastlr.display.figures import (
     COLOURS,
     MUTED,
     count_axis,
+    dashed_line,
     legend_below,
     new_figure,
-    save_figure,
     style,
 )
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.transfer import tables
+from fastlr.experiments.transfer.fields import FIELDS, strategy
+from fastlr.experiments.transfer.options import OPEN, TransferOptions
 from fastlr.experiments.transfer.records import (
     TransferRun,
     differences,
@@ -63,7 +66,7 @@ def write_transfer_report(
     """
     runs = read_transfer_runs(paths)
     folder = make_folder(paths, out, figures)
-    finished = [run for run in runs if run.complete]
+    finished = tables.finished_of(runs)
     setting = tables.setting(runs)
     sheets = [
         tables.strategy_sheet(runs),
@@ -74,19 +77,26 @@ def write_transfer_report(
     ]
     # On every table, wherever it is shown.
     sheets = [replace(sheet, notes=(*sheet.notes, *setting)) for sheet in sheets]
+    by_seed = {}
+    for run in finished:
+        by_seed[str(run.seed)] = {name: run.loss(name) for name in run.picks}
+    compared = []
+    for pair in differences(finished):
+        compared.append({**vars(pair), "mean": vars(pair.mean)})
+    means = {name: vars(mean) for name, mean in losses(finished).items()}
+    picks = {str(run.seed): run.picks for run in runs}
+    sentences = findings(finished)
     numbers: dict[str, Any] = {
         "runs": [str(run.path) for run in runs],
         "setting": list(setting),
-        "losses": {name: vars(mean) for name, mean in losses(finished).items()},
-        "losses_by_seed": {
-            str(run.seed): {name: run.loss(name) for name in run.picks} for run in finished
-        },
-        "differences": [{**vars(pair), "mean": vars(pair.mean)} for pair in differences(finished)],
-        "picks": {str(run.seed): run.picks for run in runs},
+        "losses": means,
+        "losses_by_seed": by_seed,
+        "differences": compared,
+        "picks": picks,
+        "findings": sentences,
     }
-    sentences = findings(finished)
-    numbers["findings"] = sentences
-    lead = [*setting, "Numbers with all digits are in report.json."]
+    ours = choices_of_ours(runs[0].options, TransferOptions(), OPEN)
+    lead = [*setting, ours, "Numbers with all digits are in report.json."]
     drawings = _drawings(finished or runs) if figures == "png" else []
     return write_files(
         folder,
@@ -113,43 +123,38 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
         return ["No run has finished its fine-tuning yet: nothing can be told."]
     means = losses(runs)
     best = min(means, key=lambda name: means[name].value)
-    lowest = f"Lowest loss after fine-tuning: {tables.label(best)}, {means[best].value:.4f}"
+    lowest = f"Lowest loss after fine-tuning: {strategy(best).label}, {means[best].value:.4f}"
     if len(runs) == 1:
         return [f"{lowest}. That is one seed: what it shows cannot be told from chance."]
     sentences = [f"{lowest} ± {means[best].stderr:.4f} over {len(runs)} seeds."]
-    leader = "local_redundancy"
-    told: dict[str, list[str]] = {"lower": [], "higher": [], "not": []}
+    told = defaultdict(list)
     for pair in differences(runs):
-        if leader in (pair.first, pair.second) and math.isfinite(pair.mean.low):
-            other, sign = (pair.second, 1) if pair.first == leader else (pair.first, -1)
-            kind = (
-                "not"
-                if pair.mean.low <= 0 <= pair.mean.high
-                else "lower"
-                if sign * pair.mean.value < 0
-                else "higher"
-            )
-            told[kind].append(
-                f"{tables.label(other)} ({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})"
-            )
-    for kind, text in (
-        ("lower", "Picked by the largest local redundancy, the loss is lower than by: {}."),
-        ("higher", "Picked by the largest local redundancy, the loss is higher than by: {}."),
-        ("not", "It cannot be told (at 95 %, paired by seed) from that by: {}."),
-    ):
-        if told[kind]:
-            sentences.append(text.format(", ".join(told[kind])))
+        if "local_redundancy" not in (pair.first, pair.second) or not math.isfinite(pair.mean.low):
+            continue
+        other, value = pair.second, pair.mean.value
+        if pair.second == "local_redundancy":
+            other, value = pair.first, -value
+        kind = "lower" if value < 0 else "higher"
+        if pair.mean.low <= 0 <= pair.mean.high:
+            kind = "not told"
+        told[kind].append(f"{strategy(other).label} ({value:+.4f} ± {pair.mean.stderr:.4f})")
+    texts = {
+        "lower": "Picked by the largest local redundancy, the loss is lower than by: {}.",
+        "higher": "Picked by the largest local redundancy, the loss is higher than by: {}.",
+        "not told": "It cannot be told (at 95 %, paired by seed) from that by: {}.",
+    }
+    sentences += [texts[kind].format(", ".join(told[kind])) for kind in texts if told[kind]]
     return sentences
 
 
 def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
-    band = (
-        f"Bands: ± one standard deviation over {len(runs)} seeds." if len(runs) > 1 else "One seed."
-    )
+    band = "One seed."
+    if len(runs) > 1:
+        band = f"Bands: ± one standard deviation over {len(runs)} seeds."
     return [
         Drawing(
             "finetuning.png",
-            partial(finetuning_curves, [run for run in runs if run.complete]),
+            partial(finetuning_curves, tables.finished_of(runs)),
             "Validation loss on the target while fine-tuning the checkpoints that each strategy "
             "picked, mean of the fine-tuning runs, then over seeds; those with the same picks lie "
             f"on one another. Dashed: the end of training without pretraining. {band}",
@@ -163,21 +168,19 @@ def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
     ]
 
 
-def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+def pretraining_curves(runs: Sequence[TransferRun]) -> Any:
     """Draw losses and local redundancy over the epochs of pretraining (the paper's Figure 4).
 
-    Returns False before epoch 1.
+    Returns None before epoch 1.
     """
     last = tables.last_epoch(runs)
     if not last:
-        return False
+        return None
     figure, axes = new_figure((8, 4.2), 1)
     epochs = np.arange(last + 1.0)
-    for name, colour, text in (
-        ("train_loss", _TRAIN, "training loss"),
-        ("validation_loss", _VALIDATION, "validation loss"),
-    ):
-        _band(axes, epochs, np.stack([run.numbers(name)[: last + 1] for run in runs]), colour, text)
+    for name, colour in (("train_loss", _TRAIN), ("validation_loss", _VALIDATION)):
+        rows = np.stack([run.measure(name)[: last + 1] for run in runs])
+        _band(axes, epochs, rows, colour, FIELDS[name].label)
     style(axes, "mean squared error, normalised", f"Pretraining{_seeds(runs)}")
     count_axis(axes, "epoch")
     right = axes.twinx()
@@ -190,36 +193,32 @@ def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]
         _REDUNDANCY,
         "local redundancy",
     )
-    inputs = (
-        f", n = {runs[0].options['redundancy_n']} inputs"
-        if "redundancy_n" in runs[0].options
-        else ""
-    )
+    inputs = ""
+    if "redundancy_n" in runs[0].options:
+        inputs = f", n = {runs[0].options['redundancy_n']} inputs"
     style(right, f"local redundancy, E||grad||²{inputs} (right axis)")
     right.grid(False)
     right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
     right.yaxis.get_offset_text().set(size=8, color=MUTED)
     legend_below(figure, axes, right)
-    return save_figure(figure, path)
+    return figure
 
 
-def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+def finetuning_curves(runs: Sequence[TransferRun]) -> Any:
     """Draw the validation loss over the steps of fine-tuning (the paper's Figure 5).
 
-    Returns False without strategies to draw.
+    Returns None without strategies to draw.
 
     The two strategies of the paper's figure have bands, the others thin lines.
     """
     names = [name for name in strategies(runs) if name != "no_pretraining"]
     if not names:
-        return False
+        return None
     figure, axes = new_figure((8, 4.2), 1)
     colours = iter(COLOURS[2:])
     for name in names:
-        curves, text = (
-            [run.curve(name) for run in runs],
-            tables.label(name).replace("†", "(sees the target)"),
-        )
+        curves = [run.curve(name) for run in runs]
+        text = strategy(name).label.replace("†", "(sees the target)")
         steps = max((x for x, _ in curves), key=len)
         rows = np.stack([np.append(y, np.full(len(steps) - len(y), y[-1])) for _, y in curves])
         if name in _CURVES:
@@ -228,9 +227,7 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
             axes.plot(steps, rows.mean(0), color=next(colours), linewidth=0.9, label=text)
     if "no_pretraining" in runs[0].picks:
         end = float(np.mean([run.loss("no_pretraining") for run in runs]))
-        axes.axhline(
-            end, color=MUTED, linewidth=1, linestyle="--", label="no pretraining, at its end"
-        )
+        dashed_line(axes, end, "no pretraining, at its end")
     style(
         axes,
         "mean squared error on the target, normalised",
@@ -238,15 +235,13 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
     )
     count_axis(axes, "optimiser step")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save_figure(figure, path)
+    return figure
 
 
 def _seeds(runs: Sequence[TransferRun]) -> str:
-    return (
-        f", mean of n = {len(runs)} seeds (bands: ± 1 standard deviation)"
-        if len(runs) > 1
-        else ", one seed"
-    )
+    if len(runs) == 1:
+        return ", one seed"
+    return f", mean of n = {len(runs)} seeds (bands: ± 1 standard deviation)"
 
 
 def _band(axes: Any, x: Array, rows: Array, colour: str, text: str) -> None:

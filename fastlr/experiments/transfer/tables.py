@@ -9,50 +9,19 @@ from typing import Any
 import numpy as np
 
 from fastlr.display.record import counted
-from fastlr.display.sheets import DASH, Columns, Sheet, shown
+from fastlr.display.sheets import DASH, Sheet, outside_zero
 from fastlr.experiments.runs.options import not_as_in_the_paper
-from fastlr.experiments.runs.records import as_dict
+from fastlr.experiments.runs.records import as_dict, on_machines
 from fastlr.experiments.statistics.seeds import Mean
 from fastlr.experiments.training.options import training_text
 from fastlr.experiments.transfer.experiment import DRIVER
+from fastlr.experiments.transfer.fields import FIELDS, REDUNDANCIES, strategy
 from fastlr.experiments.transfer.options import substitutions
 from fastlr.experiments.transfer.records import Difference, TransferRun, differences, losses
 from fastlr.models.patchtst import size_beside_the_papers
 
-LABELS = {
-    "linear_probe": "linear probe †",
-    "local_redundancy": "max local redundancy",
-    "local_redundancy_at_end": "max LR of the file",
-    "validation_loss": "lowest val. loss",
-    "dormant_ratio": "min dormant ratio",
-    "weight_norm": "min weight norm",
-    "no_pretraining": "no pretraining",
-}
-_SHORT = {"linear_probe": "probe †", "local_redundancy": "max LR", "validation_loss": "val. loss"}
-_SHORT |= {"local_redundancy_at_end": "file's LR"}
-_SHORT |= {"dormant_ratio": "dormant", "weight_norm": "weight norm"}
-_REDUNDANCIES = ("local_redundancy", "local_redundancy_at_end")
 REFERENCE = "validation_loss"
 PAPER_SEEDS = 120
-_COLUMNS = {
-    "train_loss": "train loss",
-    "validation_loss": "val. loss",
-    "local_redundancy": "LR",
-    "local_redundancy_at_end": "LR, file",
-    "weight_norm": "weight norm",
-    "dormant_ratio": "dormant",
-    "linear_probe": "probe",
-}
-
-
-def label(strategy: str) -> str:
-    """A strategy in words."""
-    return LABELS.get(strategy, strategy.replace("_", " "))
-
-
-def short(strategy: str) -> str:
-    """A strategy in a word or two, for columns."""
-    return _SHORT.get(strategy) or label(strategy)
 
 
 def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
@@ -60,35 +29,51 @@ def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
 
     They say how it was done, in what it differs from the paper, and which runs are not finished.
     """
-    run, finished = runs[0], _finished(runs)
-    data, options = as_dict(run.config, "data"), run.options
-    actual = {key: as_dict(data, key).get("name", "?") for key in ("source", "target")}
-    steps = ("steps_per_epoch", "finetune_steps_per_epoch")
-    actual |= {key: run.start[key] for key in steps if key in run.start}
-    changed = substitutions(DRIVER.options_of(options), **actual)
-    changed += size_beside_the_papers(run.start.get("parameters", 0))
+    run, finished = runs[0], finished_of(runs)
+    parameters = run.untrained.get("parameters", 0)
     seeds = counted(len(finished), "seed")
-    if len(finished) != PAPER_SEEDS:
-        changed.append(f"{seeds} for {PAPER_SEEDS}")
-
-    def trained(key: str, before: str) -> str:
-        name, steps = (
-            as_dict(data, key).get("name", "?"),
-            run.start.get(f"{before}steps_per_epoch", "?"),
-        )
-        return f"{name} ({options.get(f'{before}epochs', '?')} epochs of {steps} steps)"
-
+    pretrained = _trained(run, "source", "")
+    tuned = _trained(run, "target", "finetune_")
     notes = [
-        f"Pretrained on {trained('source', '')}, fine-tuned on {trained('target', 'finetune_')}; "
-        f"{run.start.get('parameters', 0):,} parameters, {seeds}.",
+        f"Pretrained on {pretrained}, fine-tuned on {tuned}; {parameters:,} parameters, {seeds}.",
         training_text(run),
+        _ends(finished, run.options),
+        not_as_in_the_paper([*_changes(run), *_seeds_beside_the_papers(finished)]),
     ]
-    notes += [_ends(finished, options), not_as_in_the_paper(changed)]
     unfinished = [run.name for run in runs if not run.complete]
     if unfinished:
-        names = ", ".join(unfinished[:5]) + (" ..." if len(unfinished) > 5 else "")
-        notes.append(f"Left out, as they are not finished: {names}.")
+        names = ", ".join(unfinished[:5])
+        more = " ..." if len(unfinished) > 5 else ""
+        notes.append(f"Left out, as they are not finished: {names}{more}.")
     return tuple(notes)
+
+
+def _changes(run: TransferRun) -> list[str]:
+    """Return the options in which a run differs from the paper, each in words."""
+    actual = {key: _series(run, key) for key in ("source", "target")}
+    for key in ("steps_per_epoch", "finetune_steps_per_epoch"):
+        if key in run.untrained:
+            actual[key] = run.untrained[key]
+    changes = substitutions(DRIVER.options_of(run.options), **actual)
+    return changes + size_beside_the_papers(run.untrained.get("parameters", 0))
+
+
+def _seeds_beside_the_papers(finished: Sequence[TransferRun]) -> list[str]:
+    if len(finished) == PAPER_SEEDS:
+        return []
+    return [f"{counted(len(finished), 'seed')} for {PAPER_SEEDS}"]
+
+
+def _series(run: TransferRun, key: str) -> Any:
+    """Return the name of the "source" or the "target"."""
+    return as_dict(as_dict(run.config, "data"), key).get("name", "?")
+
+
+def _trained(run: TransferRun, key: str, prefix: str) -> str:
+    """Say on what a network was trained and for how long; ``prefix`` is that of the options."""
+    steps = run.untrained.get(f"{prefix}steps_per_epoch", "?")
+    epochs = run.options.get(f"{prefix}epochs", "?")
+    return f"{_series(run, key)} ({epochs} epochs of {steps} steps)"
 
 
 def _ends(finished: Sequence[TransferRun], options: Mapping[str, Any]) -> str:
@@ -99,10 +84,8 @@ def _ends(finished: Sequence[TransferRun], options: Mapping[str, Any]) -> str:
             "Fine-tuning: all its epochs, as in the paper's appendix A.2; no stop when the "
             "validation loss saturates."
         )
-    early, tunings = (
-        sum(run.saturated for run in finished),
-        sum(len(run.tunings) for run in finished),
-    )
+    early = sum(run.saturated for run in finished)
+    tunings = sum(len(run.tunings) for run in finished)
     return (
         "Fine-tuning: until the validation loss saturates, as in the paper's section 4.2 "
         f"({patience} validations without a fall by {100 * options.get('finetune_tolerance', 0):g} "
@@ -112,7 +95,7 @@ def _ends(finished: Sequence[TransferRun], options: Mapping[str, Any]) -> str:
 
 def last_epoch(runs: Sequence[TransferRun]) -> int:
     """The last epoch of pretraining that all runs have."""
-    return min(max(run.epochs, default=0) for run in runs)
+    return min(run.epochs for run in runs)
 
 
 def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
@@ -121,208 +104,218 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
     They are differences from the strategy of the lowest validation loss.
     """
     title = "Table 3: validation loss after fine-tuning, by strategy of selection"
-    finished = _finished(runs)
+    finished = finished_of(runs)
     if not finished:
         return Sheet("strategies", title, notes=("No run has finished its fine-tuning yet.",))
-    means, picks = losses(finished), finished[0].picks
-    pairs = differences(finished)
-    against = {pair.first: pair.mean for pair in pairs if pair.second == REFERENCE}
-    against |= {pair.second: _negative(pair.mean) for pair in pairs if pair.first == REFERENCE}
-    columns: Columns[str] = {
-        "strategy": label,
-        "loss ± s.e.": lambda name: _pm(means[name]),
-        "minus lowest": lambda name: _pm(against[name]) if name in against else DASH,
-        "95 % interval": lambda name: _interval(against[name]) if name in against else DASH,
-        "epoch": lambda name: (
-            DASH
-            if name == "no_pretraining"
-            else f"{np.median([run.picks[name]['epoch'] for run in finished]):g}"
-        ),
-    }
-    tunings = len(finished[0].of_pick(next(iter(picks))))
+    means, against = losses(finished), _against_reference(finished)
+    rows = []
+    for name in sorted(means, key=lambda name: means[name].value):
+        minus = interval = DASH
+        if name in against:
+            minus, interval = _pm(against[name]), _interval(against[name])
+        epochs = [run.picks[name]["epoch"] for run in finished]
+        epoch = DASH if name == "no_pretraining" else f"{np.median(epochs):g}"
+        rows.append((strategy(name).label, _pm(means[name]), minus, interval, epoch))
+    columns = ("strategy", "loss ± s.e.", "minus lowest", "95 % interval", "epoch")
+    return Sheet("strategies", title, columns, rows, _strategy_notes(finished))
+
+
+def _against_reference(finished: Sequence[TransferRun]) -> dict[str, Mean]:
+    """Return each other strategy's difference from that of the lowest validation loss."""
+    against = {}
+    for pair in differences(finished):
+        if pair.second == REFERENCE:
+            against[pair.first] = pair.mean
+        elif pair.first == REFERENCE:
+            mean = pair.mean
+            against[pair.second] = Mean(-mean.value, mean.stderr, -mean.high, -mean.low, mean.n)
+    return against
+
+
+def _strategy_notes(finished: Sequence[TransferRun]) -> list[str]:
+    """Say what the columns of Table 3 are and what its errors are worth."""
+    first, seeds = finished[0], len(finished)
+    tunings = len(first.of_pick(next(iter(first.picks))))
     notes = [
         "Loss: mean squared error on the target's validation windows at the end of fine-tuning, "
         f"in units of the training standard deviation; mean of {tunings} fine-tuning runs, then "
-        f"over n = {len(finished)} seeds, ± standard error over seeds."
+        f"over n = {seeds} seeds, ± standard error over seeds."
     ]
-    if REFERENCE in picks:
+    if REFERENCE in first.picks:
         notes.append(
             "Minus lowest: the difference from lowest val. loss within each seed, mean over the "
             "seeds ± standard error, 95 % interval (Student, n - 1); negative is better. Epoch: "
             "median pick."
         )
-    if picks.get("linear_probe", {}).get("by"):
-        by_validation = finished[0].options.get("probe_by", "validation") == "validation"
-        judge = (
-            "validation windows, on which this table is measured"
-            if by_validation
-            else "training windows"
-        )
+    if "dormant_ratio" in first.picks:
+        notes.append(f"Min dormant ratio: {_dormant(first.options)}.")
+    if first.picks.get("linear_probe", {}).get("by"):
+        judge = "training windows"
+        if first.options.get("probe_by", "validation") == "validation":
+            judge = "validation windows, on which this table is measured"
         notes.append(
             "† Sees the target before it selects: trains on its training windows, is judged by "
             f"its {judge}."
         )
-    if len(finished) == 1:
+    if seeds == 1:
         notes.append("One seed has no standard error: nothing can be said of differences.")
-    elif len(finished) < 10:
-        notes.append(f"With {len(finished)} seeds the standard errors themselves are rough.")
-    return Sheet.of(
-        "strategies", title, sorted(means, key=lambda name: means[name].value), columns, notes
-    )
+    elif seeds < 10:
+        notes.append(f"With {seeds} seeds the standard errors themselves are rough.")
+    return notes
 
 
 def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Paired differences of every two strategies."""
     title = "Paired differences between strategies"
-    finished = _finished(runs)
+    finished = finished_of(runs)
     if len(finished) < 2:
         return Sheet("differences", title, notes=("Differences need two finished seeds.",))
     pairs = differences(finished)
-
-    def pair_name(pair: Difference) -> str:
-        return " - ".join(short(name) for name in (pair.first, pair.second))
-
-    columns: Columns[Difference] = {
-        "first - second": pair_name,
-        "mean ± s.e.": lambda pair: _pm(pair.mean),
-        "95 % interval": lambda pair: _interval(pair.mean),
-        "lower": lambda pair: f"{pair.lower}/{pair.mean.n}",
-        "same": lambda pair: f"{pair.same}/{pair.mean.n}",
-    }
-    outside = [pair_name(pair) for pair in pairs if pair.mean.low > 0 or pair.mean.high < 0]
+    columns = ("first - second", "mean ± s.e.", "95 % interval", "lower", "same")
+    rows = []
+    for pair in pairs:
+        mean, n = pair.mean, pair.mean.n
+        counts = (f"{pair.lower}/{n}", f"{pair.same}/{n}")
+        rows.append((_pair_name(pair), _pm(mean), _interval(mean), *counts))
+    outside = [_pair_name(pair) for pair in pairs if pair.mean.low > 0 or pair.mean.high < 0]
     notes = (
         f"First minus second within each seed, mean over n = {len(finished)} seeds ± standard "
         "error of that mean, 95 % interval by Student's distribution (– where it is 0 in every "
         "seed). Lower: seeds in which the first is better. Same: seeds in which both picked one "
         "checkpoint, whose fine-tuning runs they share (difference 0).",
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(pairs)} such intervals "
-        f"about {len(pairs) / 20:.1f} would leave out zero by chance (no correction for their "
-        "number).",
+        f"{outside_zero(outside, len(pairs))} (no correction for their number).",
     )
-    return Sheet.of("differences", title, pairs, columns, notes)
+    return Sheet("differences", title, columns, rows, notes)
+
+
+def _pair_name(pair: Difference) -> str:
+    return f"{strategy(pair.first).short} - {strategy(pair.second).short}"
+
+
+def _dormant(options: Mapping[str, Any]) -> str:
+    """Define the dormant ratio of a run."""
+    mean = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
+    return (
+        f"share of feed-forward units with mean {mean} {options.get('dormant_threshold', '?')} on "
+        "training windows of the source"
+    )
 
 
 def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Losses and measures by epoch, averaged over seeds."""
-    averaged = _finished(runs) or list(runs)
+    averaged = finished_of(runs) or list(runs)
     last = last_epoch(averaged)
-    means = {
-        name: np.mean([run.numbers(name)[: last + 1] for run in averaged], axis=0)
-        for name in _COLUMNS
-    }
-    means = {name: values for name, values in means.items() if np.isfinite(values).any()}
-    columns = ("epoch", *(_COLUMNS[name] for name in means))
-    rows = tuple(
-        (str(epoch), *(shown(values[epoch], "{:.4g}") for values in means.values()))
-        for epoch in range(last + 1)
-    )
+    columns, cells = ["epoch"], [[str(epoch) for epoch in range(last + 1)]]
+    for field in FIELDS.values():
+        means = np.mean([run.measure(field.name)[: last + 1] for run in averaged], axis=0)
+        if np.isfinite(means).any():
+            columns.append(field.short)
+            cells.append([field.text(mean) for mean in means])
     options = averaged[0].options
-    dormant = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
+    seeds = "One seed" if len(averaged) == 1 else f"Means of {len(averaged)} seeds"
+    unfinished = "" if averaged[0].complete else ": none has finished yet"
     notes = (
         f"LR: local redundancy on {options.get('redundancy_n', '?')} Gaussian inputs, mean of the "
         "measurements within the epoch; LR, file: at its end alone; epoch 0 is before training. "
-        f"Dormant: share of feed-forward units with mean {dormant} "
-        f"{options.get('dormant_threshold', '?')} on training windows of the source. Losses are "
+        f"Dormant: {_dormant(options)}. Losses are "
         "mean squared errors; probe: that of a linear probe on the target.",
-        ("One seed" if len(averaged) == 1 else f"Means of {counted(len(averaged), 'seed')}")
-        + (": none has finished yet." if not averaged[0].complete else "."),
+        f"{seeds}{unfinished}.",
     )
     title = "Pretraining: means over seeds after each epoch"
-    return Sheet("pretraining", title, columns, rows, notes)
+    return Sheet("pretraining", title, columns, list(zip(*cells)), notes)
 
 
 def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Every pick of every run, with the number that it was made by and the next best."""
-    columns = (
-        "seed",
-        "strategy",
-        "epoch",
-        "by",
-        "value",
-        "next best epoch (value)",
-        "LR",
-        "LR, file",
-    )
+    columns = ["seed", "strategy", "epoch", "by", "value", "next best epoch (value)"]
+    columns += [FIELDS[name].short for name in REDUNDANCIES]
     rows = []
     for run in runs:
+        redundancies = [run.measure(name) for name in REDUNDANCIES]
         for name, pick in run.picks.items():
-            if pick.get("by") is not None:
-                cells = (
-                    str(pick["epoch"]),
-                    f"{pick['rule']} {pick['by']}",
-                    f"{pick['value']:.6g}",
-                    _next_best(pick),
-                )
-                both = (shown(run.numbers(by)[pick["epoch"]], "{:.6g}") for by in _REDUNDANCIES)
-                rows.append((str(run.seed), label(name), *cells, *both))
+            if pick.get("by") is None:
+                continue
+            row = (
+                str(run.seed),
+                strategy(name).label,
+                str(pick["epoch"]),
+                f"{pick['rule']} {pick['by']}",
+                _value(pick["value"]),
+                _next_best(pick),
+                *[_value(values[pick["epoch"]]) for values in redundancies],
+            )
+            rows.append(row)
     note = (
         "Of equal values the earliest epoch is picked. All candidates are in the runs' records, "
         "kind selection."
     )
-    return Sheet(
-        "picks", "What each strategy picked", columns, tuple(rows), (note, _two_values(runs))
-    )
+    return Sheet("picks", "What each strategy picked", columns, rows, (note, _two_values(runs)))
+
+
+def _value(value: float) -> str:
+    return f"{value:.6g}" if math.isfinite(value) else DASH
 
 
 def _two_values(runs: Sequence[TransferRun]) -> str:
     """Say what the two columns are, and in how many runs they are greatest at different epochs."""
-    both = [np.stack([run.numbers(by)[1:] for by in _REDUNDANCIES]) for run in runs if run.epochs]
-    greatest = [values.argmax(1) for values in both if np.isfinite(values).all()]
-    other = sum(int(of_epoch != of_file) for of_epoch, of_file in greatest)
+    compared = other = 0
+    for run in runs:
+        values = np.stack([run.measure(name)[1:] for name in REDUNDANCIES])
+        if values.size and np.isfinite(values).all():
+            of_epoch, of_file = values.argmax(1)
+            compared += 1
+            other += int(of_epoch != of_file)
     return (
         "LR: mean of the measurements within the epoch, by which max local redundancy picks, as "
         "in the paper; LR, file: of the checkpoint alone, by which max LR of the file picks "
         f"(--set strategies=...,local_redundancy_at_end). In {other} of "
-        f"{counted(len(greatest), 'run')} they are greatest at different epochs."
+        f"{counted(compared, 'run')} they are greatest at different epochs."
     )
 
 
 def _next_best(pick: dict[str, Any]) -> str:
-    values = {int(epoch): value for epoch, value in pick["candidates"].items()}
-    sign = 1 if pick["rule"] == "least" else -1
-    ranked = sorted(values, key=lambda epoch: sign * values[epoch])
-    return f"{ranked[1]} ({values[ranked[1]]:.6g})" if len(ranked) > 1 else DASH
+    """Return the epoch that is the best but for the pick, with its value; a dash if none is."""
+    values = pick["candidates"]
+    ranked = sorted(values, key=values.__getitem__, reverse=pick["rule"] == "greatest")
+    if len(ranked) < 2:
+        return DASH
+    return f"{int(ranked[1])} ({values[ranked[1]]:.6g})"
 
 
 def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """How far each run is."""
-    columns: Columns[TransferRun] = {
-        "run": lambda run: run.name,
-        "epochs": lambda run: f"{max(run.epochs, default=0)}/{run.options.get('epochs', '?')}",
-        "tunings": lambda run: str(len(run.tunings)),
-        "finished": lambda run: "yes" if run.complete else "no",
-        "pretraining s": lambda run: f"{run.seconds('train'):.1f}",
-        "LR s": lambda run: f"{run.seconds('local_redundancy'):.1f}",
-        "fine-tuning s": lambda run: f"{run.seconds('finetune'):.1f}",
-        "all min": lambda run: f"{run.seconds() / 60:.1f}",
-    }
-    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
+    columns = ["run", "epochs", "tunings", "finished", "pretraining s", "LR s", "fine-tuning s"]
+    columns.append("all min")
+    rows = []
+    for run in runs:
+        done = f"{run.epochs}/{run.options.get('epochs', '?')}"
+        finished = "yes" if run.complete else "no"
+        seconds = [f"{run.spent(name):.1f}" for name in ("train", "local_redundancy", "finetune")]
+        minutes = f"{run.spent() / 60:.1f}"
+        rows.append((run.name, done, str(len(run.tunings)), finished, *seconds, minutes))
     note = (
         "Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the "
-        f"run. On {machines}."
+        "run."
     )
-    return Sheet.of("runs", "Runs", runs, columns, [note])
+    return Sheet("runs", "Runs", columns, rows, (" ".join([note, *on_machines(runs)]),))
 
 
-def _finished(runs: Sequence[TransferRun]) -> list[TransferRun]:
+def finished_of(runs: Sequence[TransferRun]) -> list[TransferRun]:
+    """Return the runs whose fine-tuning is complete."""
     return [run for run in runs if run.complete]
 
 
 def _pm(mean: Mean) -> str:
+    """Return a mean with its standard error."""
     if mean.value == mean.stderr == 0:
         return "0"
     if not math.isfinite(mean.stderr):
         return f"{mean.value:.4f}"
-    return f"{mean.value:.4f} ± " + (f"{mean.stderr:.4f}" if mean.stderr >= 5e-5 else "<0.0001")
+    error = f"{mean.stderr:.4f}" if mean.stderr >= 5e-5 else "<0.0001"
+    return f"{mean.value:.4f} ± {error}"
 
 
 def _interval(mean: Mean) -> str:
-    return (
-        f"[{mean.low:.4f}, {mean.high:.4f}]"
-        if math.isfinite(mean.low) and mean.stderr > 0
-        else DASH
-    )
-
-
-def _negative(mean: Mean) -> Mean:
-    return Mean(-mean.value, mean.stderr, -mean.high, -mean.low, mean.n)
+    if not math.isfinite(mean.low) or mean.stderr == 0:
+        return DASH
+    return f"[{mean.low:.4f}, {mean.high:.4f}]"

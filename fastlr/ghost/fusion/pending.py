@@ -56,16 +56,16 @@ class Activated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, tensor: Tensor, activation: str, gradient_at_output: bool
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, activation: str, gradient_at_output: bool) -> Tensor:
+        """Return the activation, and save what its derivative needs."""
         if not gradient_at_output:
             ctx.save_for_backward(tensor)
         ctx.activation = activation
         return ACTIVATIONS[activation](tensor)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Apply the derivative, unless somebody else does."""
         for tensor in ctx.saved_tensors:
             g = ops.run("activation_grad", g, tensor, ctx.activation)
         return g, None, None

@@ -55,15 +55,15 @@ def _is_little(x: Tensor) -> bool:
 
 def is_whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return True for a call of one of MEANS that is over all spatial axes."""
-    if len(args) != 2 or not isinstance(args[0], Tensor) or args[0].ndim < 3:
+    if len(args) != 2 or not isinstance(args[0], Tensor):
         return False
-    x, numbers = args  # sizes of the result, or axes
+    axes, numbers = args[0].ndim, args[1]  # sizes of the result, or summed axes
     numbers = numbers if isinstance(numbers, (tuple, list)) else [numbers]
     if func in _POOLS:
-        return x.ndim == _POOLS[func] + 2 and all(n == 1 for n in numbers) and not kwargs
-    if not all(isinstance(n, int) for n in numbers) or kwargs.keys() - {"keepdim"}:
+        return axes == _POOLS[func] + 2 and all(n == 1 for n in numbers) and not kwargs
+    if axes < 3 or not all(isinstance(n, int) for n in numbers) or kwargs.keys() - {"keepdim"}:
         return False
-    return sorted(n % x.ndim for n in numbers) == list(range(2, x.ndim))
+    return sorted(n % axes for n in numbers) == list(range(2, axes))
 
 
 def keeps_axes(func: Callable, kwargs: dict[str, Any]) -> bool:

@@ -8,12 +8,14 @@ rounding), the rounding is measured (fastlr.ghost.verification.noise).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap, lowest_dtype
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
@@ -39,7 +41,9 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
 
 def rounding(dtype: torch.dtype, *, low: bool) -> float:
     """Relative difference of outputs that is taken for rounding unseen; more is measured."""
-    return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-3
+    if low:
+        return 0.02
+    return 1e-9 if dtype == torch.float64 else 1e-3
 
 
 def agree(
@@ -64,7 +68,7 @@ def agree(
     a, b = _by_sample(want, got, out_dim)
     if torch.equal(a, b):
         return True
-    rows, parts, beyond = _compared(a, b, relative)
+    rows, parts, beyond = _by_element(a, b, relative)
     doubtful = [part for part, flag in zip(parts, beyond.tolist(), strict=True) if flag]
     if not doubtful:
         return True
@@ -94,19 +98,29 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
     return a, b
 
 
-def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice], Tensor]:
-    """Compare two outputs element by element.
+class _ByElement(NamedTuple):
+    """Two outputs [samples, elements], compared element by element.
 
-    Returns the size of each sample's outputs, parts of the columns, and which of them have an
-    element that is off by more.
+    Attributes:
+        rows: size of each sample's outputs.
+        parts: of the elements.
+        beyond: by part, whether some difference is larger than needs no explanation.
     """
-    rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
+
+    rows: Tensor
+    parts: list[slice]
+    beyond: Tensor
+
+
+def _by_element(a: Tensor, b: Tensor, relative: float) -> _ByElement:
+    every = max(1, a.shape[1] // _SEEN)
+    rows = _typical(a[:, ::every], b[:, ::every], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
     beyond = [
         (gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts
     ]
-    return rows, parts, torch.stack(beyond)
+    return _ByElement(rows, parts, torch.stack(beyond))
 
 
 def _finite(a: Tensor) -> Tensor:
@@ -129,9 +143,7 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
 
 
 def measured_noise(
-    probe: RoundingProbe,
-    out_dim: int = 0,
-    varies: Callable[[], bool] | None = None,
+    probe: RoundingProbe, bits_vary: Callable[[], bool] | None = None
 ) -> Noise | None:
     """Measure how far the outputs of a few samples are off by rounding.
 
@@ -142,9 +154,8 @@ def measured_noise(
 
     Args:
         probe: the model and the samples.
-        out_dim: the samples' axis of the output.
-        varies: asked before parameters are moved, whether rounding depends on a sample's company at
-            all; None: it may.
+        bits_vary: asked before parameters are moved, whether a sample's bits depend on its company
+            at all; None: they may.
     """
     first = probe.run()
     if first is None:
@@ -158,9 +169,9 @@ def measured_noise(
     step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
     if not _is_repeatable(probe, own, min(MARGIN * step, rounding(lowest, low=low))):
         return by_precision
-    if varies is not None and not varies():
+    if bits_vary is not None and not bits_vary():
         return by_precision
-    moved = probe.with_moves(own, step, own.shape[out_dim])
+    moved = probe.with_moves(own, step)
     if moved is None:
         return by_precision
     allowed = (_MARGIN_OF_FEW_DIGITS if low else MARGIN) * moved
@@ -169,9 +180,7 @@ def measured_noise(
     return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
 
 
-def model_noise(
-    model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0
-) -> Noise | None:
+def model_noise(view: ModelView, x: Any) -> Noise | None:
     """Measure how far a model's own outputs for some samples are off by rounding.
 
     None if nobody can tell.
@@ -179,10 +188,10 @@ def model_noise(
     A clone runs in its place where one of this very program was found to be right: other threads do
     not see the model with other tensors then.
     """
-    stand_in = StandIn(model, x, output)
+    stand_in = StandIn(view, x)
     stand_in.take_known_clone()
-    probe = RoundingProbe(model, x, output, stand_in=stand_in)
-    return stand_in.trusted(lambda: measured_noise(probe, out_dim))
+    probe = RoundingProbe(Subject.of(view, stand_in), x)
+    return stand_in.trusted(lambda: measured_noise(probe))
 
 
 def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:
@@ -196,22 +205,19 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
     return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
 
 
-def output_differs(
-    model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
-) -> Tensor:
+def output_differs(view: ModelView, x: Any, got: Tensor) -> Tensor:
     """Return on the device whether ``got`` may not be the model's own output for ``x``.
 
     True if some element is off by more than needs no explanation; nothing is waited for.
     """
-    own, relative = _own(model, x, output)
+    own = view.forward(x).detach()
     if own.shape != got.shape:
         return torch.ones((), dtype=torch.bool, device=got.device)
-    return _compared(*_by_sample(got, own, out_dim), relative)[-1].any()
+    relative = unexplained(own, view.named.values())
+    return _by_element(*_by_sample(got, own, view.out_dim), relative).beyond.any()
 
 
-def _own(model: nn.Module, x: object, output: adapt.OutputSelector) -> tuple[Tensor, float]:
-    """The model's own output, and the relative difference from it that needs no explanation."""
-    own = adapt.forward(model, x, output).detach()
-    return own, rounding(
-        own.dtype, low=low_precision(own.device, {p.dtype for p in model.parameters()})
-    )
+def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:
+    """Return the relative difference from a model's output that needs no explanation."""
+    low = low_precision(output.device, {p.dtype for p in parameters})
+    return rounding(output.dtype, low=low)

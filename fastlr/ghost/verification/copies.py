@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import cast_inputs
+from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.verification.stand_in import StandIn
 
 
@@ -27,6 +28,7 @@ class Subject:
 
     Attributes:
         name: for the report.
+        view: the model, and where its samples are.
         model: the module that is run, or that a stand-in runs for.
         tensors: parameters and buffers to run it with; None: its own.
         parameters: those that are measured.
@@ -35,11 +37,18 @@ class Subject:
     """
 
     name: str
+    view: ModelView
     model: nn.Module
     tensors: dict[str, Tensor] | None
-    parameters: dict[str, Tensor]
-    dtype: torch.dtype | None
+    parameters: Mapping[str, Tensor]
+    dtype: torch.dtype | None = None
     stand_in: StandIn | None = None
+
+    @staticmethod
+    def of(view: ModelView, stand_in: StandIn | None = None) -> Subject:
+        """Return the model itself, which a stand-in may run for with other tensors."""
+        name = "model itself, in its own dtype"
+        return Subject(name, view, view.module, None, view.parameters, stand_in=stand_in)
 
     @property
     def running(self) -> nn.Module:
@@ -54,20 +63,50 @@ class Subject:
     @property
     def state(self) -> dict[str, Tensor]:
         """Every parameter and buffer, by name."""
-        return (
-            {**self.named, **dict(self.model.named_buffers())}
-            if self.tensors is None
-            else self.tensors
-        )
+        if self.tensors is not None:
+            return self.tensors
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    def with_tensors(self, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Subject:
+        """Return the same subject run with other parameters and buffers, inputs of this dtype."""
+        return replace(self, tensors=tensors, dtype=dtype)
+
+    def state_in(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return every parameter and buffer without its graph, floating-point ones in a dtype.
+
+        Default: each in its own.
+        """
+        return {name: on_demand.cast(t, dtype or t.dtype) for name, t in self.state.items()}
+
+    def state_moved(self, step: float, seed: int) -> dict[str, Tensor]:
+        """Return parameters moved by random parts of themselves, at most ``step``, and buffers.
+
+        Buffers stay: their values may be places.
+        """
+        state = dict(self.state)
+        for name, _ in self.model.named_parameters():
+            state[name] = _moved(state[name], step, seed)
+        return state
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return a context without autocast for a copy; the model itself runs as it is."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.view.device.type, enabled=False)
 
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
-        x = adapt.cast(x, self.dtype)
+        x = cast_inputs(x, self.dtype)
         if self.tensors is None:
-            return adapt.call(self.model, x, dtype=self.dtype)
+            return call(self.model, x, dtype=self.dtype)
         if self.stand_in is None:
-            return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
+            return call_with(self.model, self.tensors, x, dtype=self.dtype)
         return self.stand_in.call_with(self.tensors, x, dtype=self.dtype)
+
+    def output(self, x: Any) -> Tensor:
+        """Run the forward pass with gradients and pick the output."""
+        with torch.enable_grad():
+            return select_output(self(x), self.view.output)
 
 
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
@@ -95,36 +134,43 @@ def _perturbed(
     return moved + 0.1 * scale * noise if name.endswith("running_mean") else moved
 
 
+def _moved(t: Tensor, step: float, seed: int) -> Tensor:
+    """A parameter whose every value is moved by a random part of itself."""
+    if not t.is_floating_point():
+        return t.detach()
+
+    def make(values: Tensor) -> Tensor:
+        generator = torch.Generator(values.device).manual_seed(seed)
+        parts = torch.rand(values.shape, generator=generator, device=values.device).double()
+        return (values.detach() * (1 + step * (2 * parts - 1))).to(values.dtype)
+
+    return on_demand.derived(t, t.dtype, make)
+
+
 def _perturbed_state(
-    model: nn.Module, trainable: Collection[str], scale: float, generator: torch.Generator
+    view: ModelView, scale: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a model by name, perturbed."""
     state = {}
-    for n, t in (*model.named_parameters(), *model.named_buffers()):
+    for n, t in Subject.of(view).state.items():
+        trainable = n in view.parameters
         if on_demand.is_on_demand(t):
             # Noise of its own seed, drawn again whenever the values are made.
             seed = int(torch.randint(1 << 60, (), generator=generator))
-            state[n] = on_demand.derived(
-                t, torch.float64, partial(_perturbed_anew, n, scale, seed, n in trainable)
-            )
-            state[n].requires_grad_(n in trainable)
+            anew = partial(_perturbed_anew, n, scale, seed, trainable)
+            state[n] = on_demand.derived(t, torch.float64, anew).requires_grad_(trainable)
         else:
-            state[n] = _perturbed(t, n, scale, generator, trainable=n in trainable)
+            state[n] = _perturbed(t, n, scale, generator, trainable=trainable)
     return state
 
 
 def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tensor) -> Tensor:
-    return _perturbed(
-        t, name, scale, torch.Generator(t.device).manual_seed(seed), trainable=trainable
-    )
+    generator = torch.Generator(t.device).manual_seed(seed)
+    return _perturbed(t, name, scale, generator, trainable=trainable)
 
 
 def with_buffers_moved(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    scale: float,
-    seed: int,
-    stand_in: StandIn | None = None,
+    view: ModelView, scale: float, seed: int, stand_in: StandIn | None = None
 ) -> Subject | None:
     """Return a perturbed float64 copy in which buffers that are all zero have noise.
 
@@ -135,39 +181,41 @@ def with_buffers_moved(
     says that the model could be another program, not that it is one: look at it in every batch,
     never refuse it.
     """
+    model = view.module
     zero = {
         n: t
         for n, t in (*model.named_buffers(), *model.named_parameters())
-        if n not in parameters and t.is_floating_point() and t.numel()
+        if n not in view.parameters and t.is_floating_point() and t.numel()
         if not n.endswith("running_mean") and not bool(t.any())
     }
     if not zero:
         return None
     generator = torch.Generator().manual_seed(seed)
-    tensors = _perturbed_state(model, parameters, scale, generator)
+    tensors = _perturbed_state(view, scale, generator)
     tensors |= {n: _noise(t, generator).abs() + 0.1 for n, t in zero.items()}
-    chosen = {n: tensors[n] for n in parameters}
-    return Subject(
-        "float64 copy with zero buffers moved", model, tensors, chosen, torch.float64, stand_in
-    )
+    return _float64("float64 copy with zero buffers moved", view, tensors, stand_in)
+
+
+def _float64(
+    name: str, view: ModelView, tensors: dict[str, Tensor], stand_in: StandIn | None
+) -> Subject:
+    """The functional copy: the model, or its stand-in, run with these tensors in float64."""
+    chosen = {n: tensors[n] for n in view.parameters}
+    return Subject(name, view, view.module, tensors, chosen, torch.float64, stand_in)
 
 
 def subjects(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    scale: float,
-    seed: int,
-    stand_in: StandIn | None = None,
+    view: ModelView, scale: float, seed: int, stand_in: StandIn | None = None
 ) -> Iterator[Subject]:
     """Yield copies to prove on, the strictest first.
 
     The functional one is run by the stand-in, else by the model.
     """
-    tensors = _perturbed_state(model, parameters, scale, torch.Generator().manual_seed(seed))
-    chosen = {n: tensors[n] for n in parameters}
+    model = view.module
+    tensors = _perturbed_state(view, scale, torch.Generator().manual_seed(seed))
     if stand_in is not None:
         stand_in.find_clone(tensors, torch.float64)
-    yield Subject("perturbed float64 copy", model, tensors, chosen, torch.float64, stand_in)
+    yield _float64("perturbed float64 copy", view, tensors, stand_in)
     clone = None
     if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
         with suppress(Exception):  # whatever objects that it holds raise when they are copied
@@ -176,7 +224,8 @@ def subjects(
         with torch.no_grad():
             for n, t in (*clone.named_parameters(), *clone.named_buffers()):
                 t.copy_(tensors[n])
-        chosen = {n: p for n, p in clone.named_parameters() if n in parameters}
-        yield Subject("perturbed float64 deep copy", clone, None, chosen, torch.float64)
-    del clone, tensors, chosen
-    yield Subject("model itself, in its own dtype", model, None, dict(parameters), None)
+        chosen = {n: p for n, p in clone.named_parameters() if n in view.parameters}
+        yield Subject("perturbed float64 deep copy", view, clone, None, chosen, torch.float64)
+        del chosen
+    del clone, tensors
+    yield Subject.of(view)

@@ -10,18 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
-from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
 from fastlr.ghost.verification.prover import Prover
-from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.deferred_checks import out_of_memory
-
-Step = Callable[[Prover, adapt.Batch], None]
 
 
 class FewSamples:
@@ -34,62 +29,51 @@ class FewSamples:
     def __init__(self) -> None:
         self.count = SAMPLES
 
-    def take(
-        self,
-        view: ModelView,
-        batch: adapt.Batch,
-        ledger: Ledger,
-        step: Step,
-        start: int = 0,
-        folding: Folding | None = None,
+    def take_step(
+        self, prover: Prover, batch: Batch, step: Callable[[Batch], None], start: int = 0
     ) -> None:
         """Take a step of the proof on a few samples.
 
         From then on on four, where the model does not take three.
 
         Args:
-            view: the model.
+            prover: of the model.
             batch: the samples to choose from.
-            ledger: where the step notes what it finds.
-            step: of a prover, for these samples.
+            step: of the prover, for these samples.
             start: number of the first one.
-            folding: what runs otherwise than the model says; None: nothing.
         """
+        ledger = prover.ledger
         notes = list(ledger.notes)
         try:
-            step(self._prover(view, folding), _few(batch, start, self.count))
+            step(_few(batch, start, self.count))
         except (FoldRefuted, ModelError):
-            if self.count == EVEN_SAMPLES or not _takes_even_only(view, batch):
+            if self.count == EVEN_SAMPLES or not _takes_even_only(prover.view, batch):
                 raise
             self.count, ledger.notes = EVEN_SAMPLES, notes
-            step(self._prover(view, folding), _few(batch, start, self.count))
+            step(_few(batch, start, self.count))
 
     def spread(self, count: int) -> list[int]:
         """Numbers of the samples of a proof, from the first to the last of a batch."""
         return sorted({k * (count - 1) // (self.count - 1) for k in range(self.count)})
 
-    def _prover(self, view: ModelView, folding: Folding | None) -> Prover:
-        return Prover(view.module, view.parameters, view.output, view.out_dim, folding, self.count)
 
-
-def _few(batch: adapt.Batch, start: int, need: int) -> adapt.Batch:
+def _few(batch: Batch, start: int, need: int) -> Batch:
     """Samples of the batch from number ``start`` on, made to differ."""
     picked = [(start + k) % batch.count for k in range(min(batch.count, need))]
     return batch.part(picked).distinct(need, torch.Generator().manual_seed(5))
 
 
-def _takes_even_only(view: ModelView, batch: adapt.Batch) -> bool:
+def _takes_even_only(view: ModelView, batch: Batch) -> bool:
     """Return True if the model runs on four samples and not on three."""
     return _takes(view, batch, EVEN_SAMPLES) and not _takes(view, batch, SAMPLES)
 
 
-@on_demand.structure_only()
-def _takes(view: ModelView, batch: adapt.Batch, count: int) -> bool:
+def _takes(view: ModelView, batch: Batch, count: int) -> bool:
     """Return True if the model gives as many outputs for so many samples."""
     try:
-        z = view.forward(_few(batch, 0, count).pick(range(count)))
+        z = view.outputs(_few(batch, 0, count).pick(range(count)))
         return view.sample_count(z) == count
-    except adapt.FAILURES as error:
+    except FAILURES as error:
         if out_of_memory(error):
             raise
         return False

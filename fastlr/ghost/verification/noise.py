@@ -9,18 +9,16 @@ as the samples stay in one company, it knows nothing of samples that interact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
-from fastlr.ghost.verification.stand_in import StandIn
+from fastlr.ghost.model_io import FAILURES
+from fastlr.ghost.verification.copies import Subject
 
 # Differences measured in each column, of samples or of moves: the largest of fewer may be small by
 # chance.
@@ -58,51 +56,40 @@ class RoundingProbe:
     """A model, or a copy of it, on a few samples, run with other parameters.
 
     Attributes:
-        model: the module that is run.
+        subject: the model or its copy.
         x: inputs of the samples.
-        output: picks the output tensor.
-        tensors: parameters and buffers to run it with; None: its own.
-        dtype: of the copy; None: the model's own.
-        stand_in: runs it; None: the model itself.
     """
 
-    model: nn.Module
+    subject: Subject
     x: Any
-    output: adapt.OutputSelector
-    tensors: Mapping[str, Tensor] | None = None
-    dtype: torch.dtype | None = None
-    stand_in: StandIn | None = None
 
-    @cached_property
-    def state(self) -> Mapping[str, Tensor]:
-        """Every parameter and buffer, by name."""
-        if self.tensors is not None:
-            return self.tensors
-        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+    @property
+    def out_dim(self) -> int:
+        """The samples' axis of the output."""
+        return self.subject.view.out_dim
 
-    def _with_graph(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors; parameters require grad, frozen ones too: the graph shows what uses them."""
-        for name, _ in self.model.named_parameters():
+    def _run(self, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor | None:
+        """Return the output by these parameters and buffers; None if the model does not run so."""
+        try:
+            with self.subject.view.structure_only():
+                return self.subject.with_tensors(tensors, dtype).output(copied(self.x))
+        except FAILURES:
+            return None
+
+    def _state_with_graph(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the subject's state; parameters require grad, frozen ones too.
+
+        So the graph of an output shows all that use them.
+        """
+        tensors = self.subject.state_in(dtype)
+        for name, _ in self.subject.model.named_parameters():
             if tensors[name].is_floating_point():
                 tensors[name].requires_grad_()
         return tensors
 
-    def _run(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor | None:
-        x = adapt.cast(adapt.copied(self.x), dtype)
-        try:
-            with torch.enable_grad():
-                if self.stand_in is None:
-                    result = adapt.call_with(self.model, tensors, x, dtype=dtype)
-                else:
-                    result = self.stand_in.call_with(tensors, x, dtype=dtype)
-            return adapt.select_output(result, self.output)
-        except adapt.FAILURES:
-            return None
-
     def run(self) -> Tensor | None:
         """The output, with the graph of all parameters; None if the model does not run so."""
-        tensors = {n: on_demand.cast(t, t.dtype) for n, t in self.state.items()}
-        return self._run(self._with_graph(tensors), self.dtype)
+        return self._run(self._state_with_graph(), self.subject.dtype)
 
     def in_other_precision(self, own: Tensor) -> OtherPrecision | None:
         """How far an output is off by what another precision gives.
@@ -110,9 +97,8 @@ class RoundingProbe:
         None if the model does not run in it, or where the output is finite gives what is not.
         """
         dtype = torch.float32 if own.dtype == torch.float64 else torch.float64
-        tensors = self._with_graph({n: on_demand.cast(t, dtype) for n, t in self.state.items()})
         with torch.autocast(own.device.type, enabled=False):
-            other = self._run(tensors, dtype)
+            other = self._run(self._state_with_graph(dtype), dtype)
         if other is None or other.shape != own.shape:
             return None
         if bool((own.isfinite() & ~other.isfinite()).any()):
@@ -120,19 +106,15 @@ class RoundingProbe:
         part = _SINGLE_TO_DOUBLE if own.dtype == torch.float64 else 1.0
         return OtherPrecision(_distance(own, other.detach()) * part, lowest_dtype(other) == dtype)
 
-    def with_moves(self, own: Tensor, step: float, samples: int) -> Tensor | None:
+    def with_moves(self, own: Tensor, step: float) -> Tensor | None:
         """How far an output moves with parameters moved by parts of themselves.
 
-        These are at most ``step``.
-
-        Buffers stay: their values may be places. Of fewer ``samples`` there are more moves, each
-        element's largest distance counts. None if the model does not run so.
+        These are at most ``step``. Of fewer samples there are more moves, each element's largest
+        distance counts. None if the model does not run so.
         """
-        names = {n for n, _ in self.model.named_parameters()}
         off = torch.zeros_like(own, dtype=torch.float64)
-        for seed in range(-(-_VALUES // samples)):
-            moved = {n: _moved(t, step, seed) if n in names else t for n, t in self.state.items()}
-            z = self._run(moved, self.dtype)
+        for seed in range(-(-_VALUES // own.shape[self.out_dim])):
+            z = self._run(self.subject.state_moved(step, seed), self.subject.dtype)
             if z is None:
                 return None
             off = torch.maximum(off, _distance(own, z.detach()))
@@ -153,16 +135,3 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 def lowest_dtype(z: Tensor) -> torch.dtype:
     """The least precise dtype that an output went through, as far as its graph shows."""
     return walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
-
-
-def _moved(t: Tensor, step: float, seed: int) -> Tensor:
-    """A parameter whose every value is moved by a random part of itself."""
-    if not t.is_floating_point():
-        return t.detach()
-
-    def make(values: Tensor) -> Tensor:
-        generator = torch.Generator(values.device).manual_seed(seed)
-        parts = torch.rand(values.shape, generator=generator, device=values.device).double()
-        return (values.detach() * (1 + step * (2 * parts - 1))).to(values.dtype)
-
-    return on_demand.derived(t, t.dtype, make)

@@ -16,7 +16,8 @@ by local structure (node kind, slot, parameter side).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.distributed import on_demand
 from fastlr.errors import (
     HiddenParameterError,
     InteractionError,
@@ -36,21 +36,32 @@ from fastlr.errors import (
     first_line,
     one_line,
 )
-from fastlr.ghost import model_io as adapt
-from fastlr.ghost.backward import Structure, sq_norms
-from fastlr.ghost.fallback import Beside, beside_copies
+from fastlr.ghost.backward import Routes, Structure, sq_norms
+from fastlr.ghost.batch import Batch
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
-from fastlr.ghost.fusion.mode import OURS
+from fastlr.ghost.fusion.mode import OURS, Folding
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
+from fastlr.ghost.model_io import FAILURES, ModelView, require_graph
 from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
-from fastlr.ghost.verification.copies import Subject, subjects
-from fastlr.ghost.verification.forward_checks import ForwardChecks
+from fastlr.ghost.verification.company import InBatch
+from fastlr.ghost.verification.copies import subjects
+from fastlr.ghost.verification.forward_checks import (
+    interaction_otherwise,
+    require_no_interaction,
+    require_same,
+    unused_parameters,
+)
 from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
 from fastlr.ghost.verification.stand_in import StandIn
+from fastlr.ghost.verification.trial import Trial
 
 SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
+_SCALES_OF_HALF = (3,)  # and where the model casts to a dtype that holds no such range
+PERTURBATIONS = (1.0, 0.1, 0.0)  # of parameters and buffers; gentler where values are not finite
+COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
@@ -59,6 +70,329 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     These are (relative to the parameter's own squared norm, relative to the sample's total).
     """
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
+
+
+@dataclass(eq=False)
+class Prover:
+    """Proves a model on three samples, or four, and enters what it finds into a ledger.
+
+    Attributes:
+        view: the model.
+        ledger: what is known of it.
+        folding: what runs otherwise than the model says when it is measured; None: nothing.
+    """
+
+    view: ModelView
+    ledger: Ledger
+    folding: Folding | None = None
+
+    def prove(self, few: Batch, seed: int = 0) -> None:
+        """Prove on the samples of ``few``; raises what makes per-sample gradients meaningless."""
+        self._on_strictest_copy(few, partial(_prove_on, ledger=self.ledger), seed)
+
+    def compare_outputs(self, few: Batch) -> None:
+        """Prove of a model whose gradients are proven that its samples do not interact now."""
+        self._on_strictest_copy(few, require_no_interaction)
+
+    def _on_strictest_copy(self, few: Batch, step: Callable[[Trial], None], seed: int = 0) -> None:
+        """Take a step on the strictest of the copies that can.
+
+        Then see if samples would interact otherwise.
+        """
+        stand_in = StandIn(self.view, few.pick([0, 1]))
+
+        def step_and_otherwise(trial: Trial, scale: float) -> None:
+            with trial.subject.precision():
+                step(trial)
+                otherwise = interaction_otherwise(trial, stand_in, scale, seed)
+            self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
+
+        failure: Exception | None = None
+        for scale in PERTURBATIONS:
+            for subject in subjects(self.view, scale, seed, stand_in):
+                trial = Trial(subject, few, self.folding)
+                work = partial(step_and_otherwise, trial, scale)
+                failure = self._failure_of(trial, partial(stand_in.trusted, work))
+                if failure is None:
+                    return
+                if isinstance(failure, NonFiniteError) and scale:
+                    break  # with a gentler perturbation; of none perhaps another copy is finite
+                self.ledger.notes.append(f"{subject.name}: {one_line(failure)[:200]}")
+        if isinstance(failure, ModelError):
+            raise failure
+        raise ModelError(
+            f"the model could not be proven on {few.count} samples: {'; '.join(self.ledger.notes)}"
+        ) from failure
+
+    def _failure_of(self, trial: Trial, work: Callable[[], None]) -> Exception | None:
+        """Do the work of a trial; return the failure for which another copy is to be tried.
+
+        Where no copy can do better, as no walk over the graph gets the gradients right, parameters
+        go to the loop. What makes per-sample gradients meaningless is raised.
+        """
+        try:
+            work()
+        except (
+            InteractionError,
+            RandomForwardError,
+            HiddenParameterError,
+            NonlinearBackwardError,
+        ):
+            raise
+        except NonFiniteError as error:
+            return error
+        except CheckpointError as error:
+            reason = f"activation checkpointing: {first_line(error)}"
+            self.ledger.to_loop(self.view.parameters, reason)
+        except Unsupported as error:  # not even the nodes' own formulas apply
+            if trial.is_folded:
+                raise FoldRefuted([], str(error)) from error
+            self.ledger.to_loop(self.view.parameters, str(error))
+        except FAILURES as error:
+            if trial.is_folded:
+                raise FoldRefuted([], one_line(error)[:200]) from error
+            is_model_itself = trial.subject.dtype is None
+            if isinstance(error, torch.OutOfMemoryError) and is_model_itself:
+                raise
+            return error
+        return None
+
+
+def _prove_on(trial: Trial, ledger: Ledger) -> None:
+    """Prove on one copy; raises what is wrong with it or with the model."""
+    z = trial.run_folded(trial.all, backward=trial.view.in_memory)
+    _require_finite(z, trial.count)
+    require_graph(z)
+    graph = walk(z, trial.subject.parameters)
+    _require_own_parameters(trial, graph)
+    in_batch = trial.in_batch(z)
+    twice = _every_sample_twice(trial, in_batch)
+    irregular = ""  # a loop over samples within the model
+    if graph.names != twice.names or graph.children != twice.children:
+        irregular = "the graph of a batch of 6 has another structure than that of 3"
+        if trial.is_folded:
+            raise FoldRefuted([], irregular)
+    else:
+        _enter_sides(graph, twice, ledger)
+        ledger.varying |= _computed_of_data_too(trial, graph)
+    unused = unused_parameters(trial, z, graph, ledger.absent)
+    if unused:
+        _enter_unused(trial.view, unused, ledger)
+    ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
+    v = generic_cotangent(z)
+    truth = _exact_norms(trial, in_batch, v, graph.float_dtypes())
+    if truth.alone:
+        ledger.notes.append(
+            "the model does not take two samples: its gradients were taken from one alone"
+        )
+    if not trial.view.in_memory:  # only now a graph that can be run backward: one at a time
+        sides = graph.side, graph.keys
+        z = trial.run_folded(trial.all, backward=True)
+        graph = walk(z, trial.subject.parameters)
+        graph.side, graph.keys = sides
+    if irregular:
+        ledger.to_loop(trial.view.parameters, irregular)
+    else:
+        ledger.without_rows |= without_rows(graph)
+        structure = Structure.of(graph)
+        found = _layouts(graph, structure, z, v, trial.view.out_dim)
+        _prove_rules(_Measured(graph, structure, z, v, found, trial.count), truth.norms, ledger)
+    ledger.dtype, ledger.subject = graph.lowest_dtype(), trial.subject.name
+
+
+def _require_finite(z: Tensor, count: int) -> None:
+    output = z.detach()
+    if not torch.isfinite(output[~torch.isneginf(output)]).all():
+        raise NonFiniteError(f"the model's output is not finite on {count} samples of the inputs")
+
+
+def _require_own_parameters(trial: Trial, graph: Graph) -> None:
+    """Require that a copy's forward pass uses the parameters of the copy, not the model's."""
+    if trial.subject.dtype is None:
+        return
+    of_model = {id(p) for p in trial.view.parameters.values()}
+    if any(id(graph.nodes[i].variable) in of_model for i in graph.others):
+        raise TypeError(
+            "the forward pass uses parameters held outside the module, which a copy does not "
+            "replace"
+        )
+
+
+# -- which nodes have samples
+# --------------------------------------------------------------------------------------------------
+
+
+def _every_sample_twice(trial: Trial, in_batch: InBatch) -> Graph:
+    """Return the graph of a batch that has every sample twice; each must give what it gave."""
+    samples = trial.all * 2
+    z = trial.run_folded(samples)
+    require_same(trial, in_batch, samples, z)
+    return walk(z, trial.subject.parameters)
+
+
+def _enter_sides(graph: Graph, twice: Graph, ledger: Ledger) -> None:
+    """Tell the parameter side from the sample side of the graph.
+
+    With every sample ``twice``, the sample side doubles, the other does not.
+    """
+
+    def decide(i: int, key: tuple) -> bool:
+        same = graph.sizes(i) == twice.sizes(i)
+        if same:
+            ledger.parameter_side.add((key, graph.sizes(i)))
+        else:
+            ledger.sample_side.add(key)
+        return same
+
+    graph.classify(decide)
+
+
+def _computed_of_data_too(trial: Trial, graph: Graph) -> set[tuple]:
+    """Return the keys of what seems computed of parameters alone but depends on the data, too.
+
+    Such is a buffer of fixed size that samples fill.
+
+    With other samples the same cotangents must give the same gradients there.
+    """
+    sources = {use.source for use in graph.uses() if graph.view_chain(use.child) is None}
+    if not sources:
+        return set()
+
+    def gradients(walked: Graph) -> dict[Place, tuple[Tensor | None, ...]]:
+        return _gradients_below(graph, walked, sources)
+
+    def walked(samples: Sequence[int]) -> Graph:
+        return walk(trial.run_folded(samples, backward=True), trial.subject.parameters)
+
+    one = gradients(graph if trial.view.in_memory else walked(trial.all))
+    other = gradients(walked([0] * trial.count))
+    varying = set()
+    for place in sources:
+        found = place in one and place in other
+        if not found or not all(map(_equal_gradients, one[place], other[place])):
+            varying.add(graph.keys[place[0]])
+    return varying
+
+
+def _equal_gradients(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True if gradients are the same but for rounding, or if there are not two."""
+    if a is None or b is None:
+        return True
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max()))
+
+
+def _gradients_below(
+    graph: Graph, again: Graph, sources: set[Place]
+) -> dict[Place, tuple[Tensor | None, ...]]:
+    """Gradients in ``again`` of the parameters below each of the sources.
+
+    That is where it is as ``graph`` there.
+
+    The cotangents at the sources are always the same.
+    """
+    found: dict[Place, tuple[Tensor | None, ...]] = {}
+    if graph.names != again.names or graph.children != again.children:
+        return found
+    for node, output in sources:
+        if graph.sizes(node) != again.sizes(node):
+            continue
+        variables = [again.nodes[p].variable for p in graph.parameters_below(node)]
+        v = generic_cotangent(
+            variables[0].new_empty(graph.shape(node, output), dtype=graph.dtype(node, output))
+        )
+        edge = GradientEdge(again.nodes[node], output)
+        found[node, output] = torch.autograd.grad(
+            [edge], variables, [v], retain_graph=True, allow_unused=True
+        )
+    return found
+
+
+def _enter_unused(view: ModelView, unused: frozenset[str], ledger: Ledger) -> None:
+    """Enter parameters that are not in the graph and do not move the output."""
+    ledger.absent.append(unused)
+    for name in view.parameters:
+        if name in unused:
+            proof = ParameterProof("zero", reason="not used by the output", alive=True)
+            ledger.parameters.setdefault(name, proof)
+
+
+# -- the truth
+# --------------------------------------------------------------------------------------------------
+
+
+class _Truth(NamedTuple):
+    """The exact squared norms of the gradients of a few samples.
+
+    Attributes:
+        norms: [samples] of each parameter.
+        alone: whether some sample was run alone, as the model does not take two.
+    """
+
+    norms: dict[str, Tensor]
+    alone: bool
+
+
+def _exact_norms(
+    trial: Trial, in_batch: InBatch, v: Tensor, dtypes: Collection[torch.dtype]
+) -> _Truth:
+    """Return the truth: each sample run beside a copy of itself, one plain backward pass each.
+
+    A model that does not take two samples is run on the sample alone, one that does not take one on
+    three copies.
+
+    So a sample must give what it gave in the batch: samples that interact through anything, be it a
+    detached mean, are found here. And gradients of the first sample of a copy must scale as the
+    cotangent does.
+    """
+    out_dim, parameters = trial.view.out_dim, trial.subject.parameters
+    narrow = any(torch.finfo(dtype).max < 2.0**20 for dtype in dtypes)
+    scales: tuple[int, ...] = ()
+    if trial.subject.dtype is not None:
+        scales = _SCALES_OF_HALF if narrow else SCALES
+    samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
+    by_sample: list[Tensor] = []  # [parameters] each
+    scaled: dict[int, Tensor] = {}
+    alone = False
+    for sample in trial.all:
+        own = v.narrow(out_dim, sample, 1)
+        at = () if sample else scales
+        cotangents = [own, *(own * 2.0**exponent for exponent in at)]
+        exact = samples.run(sample, cotangents, (2, 1, trial.count))
+        require_same(trial, in_batch, [sample], exact.row)
+        norms, *others = map(torch.stack, exact.norms)
+        scaled |= zip(at, others, strict=True)
+        by_sample.append(norms)
+        alone = alone or exact.copies == 1
+    table = torch.stack(by_sample, 1)
+    if not table.isfinite().all():
+        bad = int((~table.isfinite()).any(1).nonzero()[0])
+        raise NonFiniteError(
+            f"the gradient of parameter {list(parameters)[bad]} is not finite on {trial.count} "
+            "samples of the inputs"
+        )
+    _require_scaling(by_sample[0], scaled, 0.05 if narrow else 1e-6)
+    return _Truth(dict(zip(parameters, table, strict=True)), alone)
+
+
+def _require_scaling(norms: Tensor, at_scales: Mapping[int, Tensor], close: float) -> None:
+    """Require that a sample's gradients scale as the cotangent does.
+
+    Args:
+        norms: squared norms [parameters] for a cotangent.
+        at_scales: exponent -> those for it times two to that power.
+        close: difference that is rounding, in parts of the norms' sum.
+    """
+    for exponent, scaled in at_scales.items():
+        if not bool(((scaled * 4.0**-exponent - norms).abs() <= close * norms.sum()).all()):
+            raise NonlinearBackwardError(
+                f"gradients do not scale as the output's do: 2^{exponent} times the one does "
+                f"not give 2^{exponent} times the others. Something changes them on the way, "
+                "such as a hook that clips them or adds to them; remove it for the measurement"
+            )
+
+
+# -- the rules
+# --------------------------------------------------------------------------------------------------
 
 
 class Deviations(NamedTuple):
@@ -86,419 +420,160 @@ class Deviations(NamedTuple):
         return Deviations(largest, wrong)
 
 
-class Prover(ForwardChecks):
-    """Proves the uses of a model on three samples, or four.
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """A few samples as the rules are to measure them, all at once.
 
-    `prove` adds what it finds to a ledger.
+    Attributes:
+        graph: below the output, classified.
+        structure: its uses of parameters.
+        z: the output.
+        v: the cotangent.
+        found: the layouts that hold for each output of a use, likelier ones first.
+        count: number of samples.
     """
 
-    def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
-        """Prove on the samples of ``batch``; raises what makes per-sample gradients meaningless."""
-        self._on_copies(self._prove_on, batch, ledger, seed)
+    graph: Graph
+    structure: Structure
+    z: Tensor
+    v: Tensor
+    found: dict[Place, list[Layout]]
+    count: int
 
-    def compare_outputs(self, batch: adapt.Batch, ledger: Ledger) -> None:
-        """Prove of a model whose gradients are proven that its samples do not interact now."""
-        self._on_copies(self._apart, batch, ledger, 0)
+    @property
+    def layouts(self) -> dict[Place, Layout]:
+        """The likeliest layout of each output of a use where one holds."""
+        return {place: layouts[0] for place, layouts in self.found.items() if layouts}
 
-    def _on_copies(
-        self,
-        step: Callable[[Subject, adapt.Batch, Ledger], None],
-        batch: adapt.Batch,
-        ledger: Ledger,
-        seed: int,
-    ) -> None:
-        """Take a step on the strictest of the copies that can.
+    def uses_by_name(self) -> dict[str, list[Use]]:
+        """Return the uses that each parameter has a part in."""
+        uses: dict[str, list[Use]] = {}
+        for use in self.structure.uses:
+            for name in self.graph.names_below(use.child):
+                uses.setdefault(name, []).append(use)
+        return uses
 
-        Then see if samples would interact otherwise.
-        """
-        failure: Exception | None = None
-        stand_in = StandIn(self.model, batch.pick(self.all[:2]), self.output)
-
-        def both(subject: Subject, scale: float) -> None:
-            with self._precision(subject):
-                step(subject, batch, ledger)
-                self._otherwise(subject, stand_in, batch, scale, seed, ledger)
-
-        for scale in (1.0, 0.1, 0.0):
-            for subject in subjects(self.model, self.parameters, scale, seed, stand_in):
-                try:
-                    stand_in.trusted(partial(both, subject, scale))
-                    return
-                except (
-                    InteractionError,
-                    RandomForwardError,
-                    HiddenParameterError,
-                    NonlinearBackwardError,
-                ):
-                    raise
-                except NonFiniteError as error:
-                    failure = error
-                    if scale:
-                        break  # a gentler perturbation
-                    # not even an exact copy: perhaps the model is, in its own precision
-                    ledger.notes.append(f"{subject.name}: {one_line(error)[:200]}")
-                except CheckpointError as error:
-                    ledger.to_loop(
-                        self.parameters, f"activation checkpointing: {first_line(error)}"
-                    )
-                    return
-                except Unsupported as error:  # not even the nodes' own formulas apply
-                    if self.is_folded:
-                        raise FoldRefuted([], str(error)) from error
-                    ledger.to_loop(self.parameters, str(error))
-                    return
-                except adapt.FAILURES as error:
-                    text = one_line(error)[:200]
-                    if self.is_folded:
-                        raise FoldRefuted([], text) from error
-                    if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
-                        raise
-                    ledger.notes.append(f"{subject.name}: {text}")
-                    failure = error
-        assert failure is not None
-        if isinstance(failure, ModelError):
-            raise failure
-        raise ModelError(
-            f"the model could not be proven on {self.count} samples: {'; '.join(ledger.notes)}"
-        ) from failure
-
-    def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> None:
-        """Prove on one copy; raises what is wrong with it or with the model."""
-        with on_demand.structure_only():
-            z = self._forward(subject, batch, self.all, fold=True)
-        if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
-            raise NonFiniteError(
-                f"the model's output is not finite on {self.count} samples of the inputs"
-            )
-        adapt.require_graph(z)
-        graph = walk(z, subject.parameters)
-        originals = {id(p) for p in self.parameters.values()}
-        if subject.dtype is not None and any(
-            id(graph.nodes[i].variable) in originals for i in graph.others
-        ):
-            raise TypeError(
-                "the forward pass uses parameters held outside the module, which a copy does not "
-                "replace"
-            )
-        irregular = self._sides(subject, batch, z, graph, ledger)
-        if irregular and self.is_folded:
-            raise FoldRefuted([], irregular)
-        self._absent(subject, batch, z, graph, ledger)
-        ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
-        v = generic_cotangent(z)
-        truth = self._truth(subject, batch, z, v, ledger)
-        if on_demand.active():  # only now a graph that can be run backward: one at a time
-            sides = graph.side, graph.keys
-            z = self._forward(subject, batch, self.all, fold=True)
-            graph = walk(z, subject.parameters)
-            graph.side, graph.keys = sides
-        if irregular:
-            ledger.to_loop(self.parameters, irregular)
-        else:
-            ledger.without_rows |= without_rows(graph)
-            structure = Structure.of(graph)
-            self._compare(
-                graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger
-            )
-        ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
-
-    # -- forward checks
-    # ---------------------------------------------------------------------------------------------
-
-    def _sides(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
-    ) -> str:
-        """Tell the parameter side from the sample side of the graph.
-
-        With every sample twice, the sample side doubles, the other does not.
-
-        Returns why that cannot be (a loop over samples within the model), or an empty string.
-        """
-        with on_demand.structure_only():
-            z6 = self._forward(subject, batch, self.all * 2, fold=True)
-        self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
-        twice = walk(z6, subject.parameters)
-        if graph.names != twice.names or graph.children != twice.children:
-            return "the graph of a batch of 6 has another structure than that of 3"
-
-        def decide(i: int, key: tuple) -> bool:
-            same = graph.sizes(i) == twice.sizes(i)
-            if same:
-                ledger.parameter_side.add((key, graph.sizes(i)))
-            else:
-                ledger.sample_side.add(key)
-            return same
-
-        graph.classify(decide)
-        self._varying(subject, batch, graph, ledger)
-        return ""
-
-    def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
-        """Note what seems computed of parameters alone but depends on the data, too.
-
-        Such is a buffer of fixed size that samples fill.
-
-        With other samples the same cotangents must give the same gradients there.
-        """
-        sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
-        if not sources:
-            return
-        again = graph  # of the few samples
-        if on_demand.active():  # it was walked for its structure alone
-            again = walk(self._forward(subject, batch, self.all, fold=True), subject.parameters)
-        one = self._pulled_back(graph, again, sources)
-        again = walk(self._forward(subject, batch, [0] * self.count, fold=True), subject.parameters)
-        other = self._pulled_back(graph, again, sources)
-        for place in sources:
-            pairs = zip(one.get(place, ()), other.get(place, ()), strict=False)
-            gradients = [(a, b) for a, b in pairs if a is not None and b is not None]
-            alike = (
-                torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max()))
-                for a, b in gradients
-            )
-            if place not in one or place not in other or not all(alike):
-                ledger.varying.add(graph.keys[place[0]])
-
-    @staticmethod
-    def _pulled_back(
-        graph: Graph, again: Graph, sources: set[Place]
-    ) -> dict[Place, tuple[Tensor | None, ...]]:
-        """Gradients in ``again`` of the parameters below each of the sources.
-
-        That is where it is as ``graph`` there.
-
-        The cotangents at the sources are always the same.
-        """
-        pulled: dict[Place, tuple[Tensor | None, ...]] = {}
-        if graph.names != again.names or graph.children != again.children:
-            return pulled
-        for node, output in sources:
-            if graph.sizes(node) != again.sizes(node):
-                continue
-            variables = [again.nodes[p].variable for p in graph.parameters_below(node)]
-            v = generic_cotangent(
-                variables[0].new_empty(graph.shape(node, output), dtype=graph.dtype(node, output))
-            )
-            edge = GradientEdge(again.nodes[node], output)
-            pulled[node, output] = torch.autograd.grad(
-                [edge], variables, [v], retain_graph=True, allow_unused=True
-            )
-        return pulled
-
-    # -- backward checks
-    # --------------------------------------------------------------------------------------------
-
-    def _exact(
-        self,
-        subject: Subject,
-        batch: adapt.Batch,
-        sample: int,
-        cotangents: list[Tensor],
-        ledger: Ledger,
-    ) -> Beside:
-        """Run one sample of a subject beside a copy of itself.
-
-        A model that does not take two samples is run on the sample alone, one that does not take
-        one on three copies.
-        """
-        found = beside_copies(
-            partial(self._forward, subject, batch),
-            sample,
-            [v.narrow(self.out_dim, sample, 1) for v in cotangents],
-            self.out_dim,
-            subject.parameters,
-            (2, 1, self.count),
-        )
-        if found.copies == 1:
-            ledger.notes.append(
-                "the model does not take two samples: its gradients were taken from one alone"
-            )
-        return found
-
-    def _truth(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger
-    ) -> dict[str, Tensor]:
-        """Return the exact squared norms [3] of every parameter, sample by sample.
-
-        Each sample runs beside a copy of itself, with one plain backward pass each.
-
-        So a sample must give what it gave in the batch: samples that interact through anything, be
-        it a detached mean, are found here.
-        """
-        names = list(subject.parameters)
-        truth = {
-            name: torch.zeros(self.count, dtype=torch.float64, device=v.device) for name in names
-        }
-        at_scales: list[list[Tensor]] = []
-        for sample in range(self.count):
-            scaled = (
-                [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
-            )
-            exact = self._exact(subject, batch, sample, [v, *scaled], ledger)
-            norms, *others = exact.norms
-            self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), exact.row)
-            at_scales += others
-            for name, norm in zip(names, norms, strict=True):
-                truth[name][sample] = norm
-        if not torch.isfinite(torch.stack(list(truth.values()))).all():
-            bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
-            raise NonFiniteError(
-                f"the gradient of parameter {bad} is not finite on {self.count} samples of the "
-                "inputs"
-            )
-        self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
-        return truth
-
-    def _layouts(
-        self, graph: Graph, structure: Structure, z: Tensor, v: Tensor
-    ) -> dict[Place, list[Layout]]:
-        """Return the layouts of every output of a use.
-
-        What the graph tells and marks confirm, else what marks find.
-        """
-        known, _ = trace(graph, z, self.out_dim)
-        places = [
-            (node, output) for node in structure.by_node for output in range(graph.outputs(node))
-        ]
-        told: dict[Place, list[Layout]] = {
-            place: [known[place]] if place in known else [] for place in places
-        }
-        layouts = explained(graph, structure, z, v, self.out_dim, told, known)
-        unknown = {
-            place: every_layout(graph, place, self.count)
-            for place, held in layouts.items()
-            if not held
-        }
-        return layouts | (
-            explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {}
-        )
-
-    def _compare(
-        self,
-        graph: Graph,
-        structure: Structure,
-        z: Tensor,
-        v: Tensor,
-        truth: dict[str, Tensor],
-        alternatives: dict[Place, list[Layout]],
-        ledger: Ledger,
-    ) -> None:
-        """Run the rules on the three samples at once and record the outcome.
-
-        Each parameter's norms are compared with the truth.
-        """
-        layouts = {place: held[0] for place, held in alternatives.items() if held}
-        # a rule that an earlier proof refuted stays refuted
-        routes = {key: use.route for key, use in ledger.uses.items() if use.route == "node"}
-        reasons = {key: ledger.uses[key].reason for key in routes}
-        uses_of: dict[str, list[Use]] = {}
-        for use in structure.uses:
-            for name in graph.names_below(use.child):
-                uses_of.setdefault(name, []).append(use)
-        measure = partial(
-            sq_norms,
-            graph,
-            structure,
-            z,
-            v,
-            layouts,
+    def deviations(self, routes: Routes, truth: dict[str, Tensor]) -> Deviations:
+        """Measure by these routes, and return how far the norms are from the truth."""
+        norms = sq_norms(
+            self.graph,
+            self.structure,
+            self.z,
+            self.v,
+            self.layouts,
             self.count,
             routes,
             retain=True,
-            reasons=reasons,
-            tolerant=True,
         )
-        off = Deviations.of(measure(), truth, graph.lowest_dtype())
-        self._refute_folds(graph, structure, routes, reasons, off.wrong)
-        by_loop: dict[str, str] = {}
-        if off.wrong:
-            for name in off.wrong:
-                _by_their_nodes(uses_of[name], routes, reasons)
-            off = Deviations.of(measure(), truth, graph.lowest_dtype())
-            for name in off.wrong:
-                by_loop[name] = f"no route but the loop is right (off by {off.largest[name]:.1e})"
-        for use in structure.uses:
-            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
-                # No sample's of its own in a batch.
-                counted = "scale_grad_by_freq counts the ids of the whole batch"
-                by_loop |= dict.fromkeys(graph.names_below(use.child), counted)
-            outputs = range(graph.outputs(use.node))
-            ledger.uses[use.key] = UseProof(
-                {output: alternatives.get((use.node, output), []) for output in outputs},
-                routes.get(use.key, "rule"),
-                graph.names[use.node],
-                reasons.get(use.key, ""),
-            )
-        for name, deviation in off.largest.items():
-            alive = bool((truth[name] > 0).any())
-            known = ledger.parameters.get(name)
-            if known is not None and (known.route == "loop" or (known.alive and not alive)):
-                continue
-            uses = uses_of[name]
-            kinds = [_kind(graph, use.node) for use in uses]
-            axes = [str(layouts.get((use.node, 0), "unknown")) for use in uses]
-            route, reason = "rule", ""
-            if any(routes.get(use.key) == "node" for use in uses):
-                route = "node"
-                reason = next((reasons[use.key] for use in uses if use.key in reasons), "")
-            if name in by_loop:
-                route, reason, deviation = "loop", by_loop[name], 0.0
-            ledger.parameters[name] = ParameterProof(
-                route,
-                deviation,
-                alive,
-                tuple(dict.fromkeys(kinds)),
-                tuple(dict.fromkeys(axes)),
-                reason,
-            )
-
-    @staticmethod
-    def _refute_folds(
-        graph: Graph,
-        structure: Structure,
-        routes: dict[tuple, str],
-        reasons: dict[tuple, str],
-        wrong: list[str],
-    ) -> None:
-        """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule.
-
-        All at once, as each refusal is another proof.
-        """
-        blocks: dict[tuple[str, ...], str] = {}
-        for use in structure.uses:
-            if graph.names[use.node] not in OURS:
-                continue
-            if routes.get(use.key) == "node":  # its batch norm alone may do
-                blocks.setdefault(tuple(weight_of(graph, use.node)), reasons[use.key])
-            elif any(name in wrong for name in graph.names_below(use.child)):
-                blocks.setdefault(
-                    tuple(parameters_of(graph, use.node)), "its norms differ from the exact ones"
-                )
-        if blocks:
-            refuse_blocks(map(list, blocks), next(iter(blocks.values())))
-
-    @staticmethod
-    def _linear(want: Tensor, at_scales: list[list[Tensor]]) -> None:
-        """Require that a sample's gradients scale as the cotangent does.
-
-        The test is of squared norms at SCALES, if any were taken.
-        """
-        for exponent, norms in zip(SCALES, at_scales, strict=False):
-            scaled = torch.stack(norms) * 4.0**-exponent
-            if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
-                raise NonlinearBackwardError(
-                    f"gradients do not scale as the output's do: 2^{exponent} times the one does "
-                    f"not give 2^{exponent} times the others. Something changes them on the way, "
-                    "such as a hook that clips them or adds to them; remove it for the measurement"
-                )
+        return Deviations.of(norms, truth, self.graph.lowest_dtype())
 
 
-def _by_their_nodes(uses: list[Use], routes: dict[tuple, str], reasons: dict[tuple, str]) -> None:
-    """Let the nodes' own backward formulas do uses that go by a rule, which was wrong."""
-    for use in uses:
-        if routes.get(use.key, "rule") == "rule":
-            routes[use.key] = "node"
-            reasons[use.key] = "the rule's result differs from the truth"
+def _layouts(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int
+) -> dict[Place, list[Layout]]:
+    """Return the layouts of every output of a use.
+
+    What the graph tells and marks confirm, else what marks find.
+    """
+    of_graph = trace(graph, z, out_dim).known
+    places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
+    told: dict[Place, list[Layout]] = dict.fromkeys(places, [])
+    told |= {place: [of_graph[place]] for place in places if place in of_graph}
+    layouts = explained(graph, structure, z, v, out_dim, told, of_graph)
+    count = z.shape[out_dim]
+    untold = {place: every_layout(graph, place, count) for place in layouts if not layouts[place]}
+    if untold:
+        layouts |= explained(graph, structure, z, v, out_dim, untold)
+    return layouts
+
+
+def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) -> None:
+    """Hold what the rules give for all samples at once to the truth, and enter the outcome.
+
+    A rule that is wrong is replaced by its node's own formula, which is held to the truth in turn;
+    where that is wrong, too, the parameter goes to the loop.
+    """
+    uses = measured.uses_by_name()
+    routes = ledger.routes(tolerant=True)  # what an earlier proof refuted stays refuted
+    off = measured.deviations(routes, truth)
+    _refuse_folded_blocks(measured, routes, off.wrong)
+    by_loop: dict[str, str] = {}
+    if off.wrong:
+        for name in off.wrong:
+            for use in uses[name]:
+                routes.give_up(use, "the rule's result differs from the truth")
+        off = measured.deviations(routes, truth)
+        for name in off.wrong:
+            by_loop[name] = f"no route but the loop is right (off by {off.largest[name]:.1e})"
+    by_loop |= _counted_by_the_batch(measured)
+    _enter_uses(measured, routes, ledger)
+    for name, deviation in off.largest.items():
+        alive = bool((truth[name] > 0).any())
+        known = ledger.parameters.get(name)
+        stays = known is not None and (known.route == "loop" or (known.alive and not alive))
+        if stays:
+            continue
+        proof = _proof(measured, uses[name], routes)
+        proof.alive, proof.deviation = alive, deviation
+        if name in by_loop:
+            proof.route, proof.reason, proof.deviation = "loop", by_loop[name], 0.0
+        ledger.parameters[name] = proof
+
+
+def _refuse_folded_blocks(measured: _Measured, routes: Routes, wrong: list[str]) -> None:
+    """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule.
+
+    All at once, as each refusal is another proof.
+    """
+    graph = measured.graph
+    blocks: dict[tuple[str, ...], str] = {}
+    for use in measured.structure.uses:
+        if graph.names[use.node] not in OURS:
+            continue
+        if not routes.by_rule(use):  # its batch norm alone may do
+            blocks.setdefault(tuple(weight_of(graph, use.node)), routes.reason(use))
+        elif any(name in wrong for name in graph.names_below(use.child)):
+            reason = "its norms differ from the exact ones"
+            blocks.setdefault(tuple(parameters_of(graph, use.node)), reason)
+    if blocks:
+        refuse_blocks(map(list, blocks), next(iter(blocks.values())))
+
+
+def _counted_by_the_batch(measured: _Measured) -> dict[str, str]:
+    """Return the parameters whose gradient counts the whole batch, so that no sample has its own.
+
+    And why so.
+    """
+    graph = measured.graph
+    names: list[str] = []
+    for use in measured.structure.uses:
+        if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
+            names += graph.names_below(use.child)
+    return dict.fromkeys(names, COUNTED)
+
+
+def _enter_uses(measured: _Measured, routes: Routes, ledger: Ledger) -> None:
+    """Enter where the samples are at each use, and by which route it is measured."""
+    graph, found = measured.graph, measured.found
+    for use in measured.structure.uses:
+        outputs = range(graph.outputs(use.node))
+        layouts = {output: found.get((use.node, output), []) for output in outputs}
+        route = "rule" if routes.by_rule(use) else "node"
+        kind = graph.names[use.node]
+        ledger.uses[use.key] = UseProof(layouts, route, kind, routes.reason(use))
+
+
+def _proof(measured: _Measured, uses: list[Use], routes: Routes) -> ParameterProof:
+    """Return what is said of a parameter with these uses: its route, node kinds, sample axes."""
+    layouts = measured.layouts
+    kinds = [_kind(measured.graph, use.node) for use in uses]
+    axes = [str(layouts.get((use.node, 0), "unknown")) for use in uses]
+    proof = ParameterProof("rule", kinds=tuple(dict.fromkeys(kinds)))
+    proof.axes = tuple(dict.fromkeys(axes))
+    by_nodes = [use for use in uses if not routes.by_rule(use)]
+    if by_nodes:
+        proof.route, proof.reason = "node", routes.reason(by_nodes[0])
+    return proof
 
 
 def _kind(graph: Graph, node: int) -> str:

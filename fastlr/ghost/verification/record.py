@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastlr.ghost.backward import Routes
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.sample_axis import Layout
 
@@ -52,7 +53,7 @@ class Ledger:
     absent: list[frozenset[str]] = field(default_factory=list)
     # Keys of what is computed of parameters and data.
     varying: set[tuple] = field(default_factory=set)
-    by_data: str = ""  # why every batch must be looked at, whatever the graph tells
+    reason_to_look: str = ""  # why every batch must be looked at, whatever the graph tells
     hooked: bool = (
         False  # a hook moves gradients between rows, so that the graph does not tell whose they are
     )
@@ -73,11 +74,32 @@ class Ledger:
 
         return answer
 
+    def routes(self, *, tolerant: bool = False) -> Routes:
+        """Return the routes of uses as far as proven; in a proof any error gives up a rule."""
+        given_up = {key: use.reason for key, use in self.uses.items() if use.route == "node"}
+        return Routes(given_up, tolerant=tolerant)
+
+    def enter_routes(self, routes: Routes) -> None:
+        """Keep which rules of proven uses were given up."""
+        for key in routes.given_up:
+            if key in self.uses:
+                self.uses[key].route = "node"
+
+    def note(self, text: str) -> None:
+        """Keep a note for the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""
         self.parameters |= {
             name: ParameterProof("loop", alive=True, reason=reason) for name in names
         }
+
+    def send_to_loop(self, name: str, reason: str) -> None:
+        """Measure a proven parameter by the loop from now on; the rest of its proof stays."""
+        proof = self.parameters[name]
+        proof.route, proof.reason = "loop", reason
 
     @property
     def loop(self) -> frozenset[str]:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import cast_inputs, copied
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import walk
+from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import attributes_kept, caches_are_emptied
 from fastlr.ops.model_lock import all_modules
@@ -52,16 +52,16 @@ class StandIn:
     """Runs a model with other parameters and buffers: itself, or a clone once one was found.
 
     Args:
-        model: the model; while it runs itself, other threads see it with these tensors.
+        view: the model; while it runs itself, other threads see it with these tensors.
         x: inputs of a few samples, by which a clone is tried.
-        output: picks the output tensor.
 
     Attributes:
+        model: the module.
         clone: what runs in place of the model; None: the model itself.
     """
 
-    def __init__(self, model: nn.Module, x: Any, output: adapt.OutputSelector) -> None:
-        self.model, self.x, self.output = model, x, output
+    def __init__(self, view: ModelView, x: Any) -> None:
+        self.view, self.model, self.x = view, view.module, x
         self.clone: nn.Module | None = None
         self._tried = False
 
@@ -75,7 +75,7 @@ class StandIn:
         if self._tried:
             return
         self._tried = True
-        if not _may_have_clone(self.model):
+        if not self._may_have_clone():
             return
         device = next(iter(tensors.values())).device.type
         program = fingerprint(self.model)
@@ -94,10 +94,19 @@ class StandIn:
     def take_known_clone(self) -> None:
         """Run a clone where one of the very program was found to be right before."""
         self._tried = True
-        if self.model not in _right or not _may_have_clone(self.model):
+        if self.model not in _right or not self._may_have_clone():
             return
         if _right[self.model] == fingerprint(self.model):
             self._make()
+
+    def _may_have_clone(self) -> bool:
+        """Return False where a clone would not be what the model is, as where it is compiled."""
+        if caches_are_emptied() or any(hooks_of_all_modules()) or not self.view.in_memory:
+            return False
+        try:
+            return all(map(_is_plain, all_modules(self.model)))
+        except Exception:  # whatever an object raises that does not let itself be looked at
+            return False
 
     def _make(self) -> None:
         self._own = _Own(self.model)
@@ -117,7 +126,7 @@ class StandIn:
             ReadsModel: the clone is not to be trusted; see `trusted`.
         """
         if self.clone is None:
-            return adapt.call_with(self.model, tensors, x, dtype=dtype)
+            return call_with(self.model, tensors, x, dtype=dtype)
         return self._watched(tensors, x, dtype, nullcontext())
 
     def _watched(
@@ -131,7 +140,7 @@ class StandIn:
         calls = _Calls(self._own.ids)
         try:
             with attributes_kept(self.model):
-                result = adapt.call_with(
+                result = call_with(
                     self.running, tensors, x, dtype=dtype, within=_both(within, calls)
                 )
         except FoldRefuted:
@@ -159,7 +168,7 @@ class StandIn:
         outputs, graphs = [], []
         for module in (self.model, self.running):
             with attributes_kept(self.model):
-                z = adapt.select_output(adapt.call(module, adapt.copied(self.x)), self.output)
+                z = select_output(call(module, copied(self.x)), self.view.output)
             graph = walk(z, parameters)
             outputs.append(z.detach())
             graphs.append((graph.signature(), [id(graph.nodes[i].variable) for i in graph.others]))
@@ -172,8 +181,8 @@ class StandIn:
         seen (in threads of the model's own) is not to be trusted either.
         """
         operations = _Operations(self._own.storages)
-        x = adapt.copied(adapt.cast(self.x, dtype))
-        z = adapt.select_output(self._watched(tensors, x, dtype, operations), self.output)
+        x = copied(cast_inputs(self.x, dtype))
+        z = select_output(self._watched(tensors, x, dtype, operations), self.view.output)
         graph = walk(z, tensors)
         leaves = {id(graph.nodes[i].variable) for i in graph.others} | {id(z)}
         used = {_storage(tensors[name]) for name in graph.parameters.values()}
@@ -258,16 +267,6 @@ class _Operations(DispatchMode):
 
 # -- the clone
 # --------------------------------------------------------------------------------------------------
-
-
-def _may_have_clone(model: nn.Module) -> bool:
-    """Return False where a clone would not be what the model is, as where parts are compiled."""
-    if on_demand.active() or caches_are_emptied() or any(hooks_of_all_modules()):
-        return False
-    try:
-        return all(map(_is_plain, all_modules(model)))
-    except Exception:  # whatever an object raises that does not let itself be looked at
-        return False
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -3,19 +3,17 @@
 The records are made up, so that both are known.
 """
 
-from __future__ import annotations
-
 import csv
 import math
-import re
 
 import numpy as np
 import pytest
-from continual_runs import GRID, read_lines, set_options, write_grid, write_lines, write_run
+from continual_runs import GRID, read_lines, write_grid, write_lines, write_run
 
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.findings import brief
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.interventions import INTERVENTIONS
+from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import predictions
 from fastlr.experiments.continual.report import write_report
 
@@ -27,10 +25,10 @@ def grid(tmp_path_factory):
 
 def test_only_what_foretells_accuracy_gains_out_of_sample(grid):
     by = {p.measure: p for p in predictions(read_runs([grid]), resamples=200)}
-    assert by["local_redundancy"].low > 0.02 and by["local_redundancy"].n > 2000
-    assert (
-        by["weight_norm"].low < 0 < by["weight_norm"].high and abs(by["weight_norm"].gain) < 0.005
-    )
+    assert by["local_redundancy"].low > 0.02
+    assert by["local_redundancy"].n > 2000
+    assert by["weight_norm"].low < 0 < by["weight_norm"].high
+    assert abs(by["weight_norm"].gain) < 0.005
     assert by["local_redundancy"].base == by["weight_norm"].base  # measured at the same tasks
 
 
@@ -76,20 +74,14 @@ def test_late_tasks_that_were_skipped_leave_a_gap_and_the_other_seeds(tmp_path):
     with (tmp_path / "out" / "course.csv").open() as file:
         course = {row["intervention"]: row["last %"] for row in csv.DictReader(file)}
     late = 100 * read_run(tmp_path / "way-1,seed-1").accuracy[24:].mean()
-    assert float(course["way-1"]) == pytest.approx(late, abs=0.1) and course["way-2"] == "–"
+    assert float(course["way-1"]) == pytest.approx(late, abs=0.1)
+    assert course["way-2"] == "–"
 
 
-def test_other_options_are_still_not_pooled_and_pool_gives_the_tables_of_before(tmp_path, cli):
-    write_grid(tmp_path, seeds=2, tasks=30, grid=GRID[:2])
-    cli(f"report {tmp_path} --pool --bootstrap 100 --figures none", says="Table 1")
-    cli(f"cost {tmp_path}", code=2, says="not pooled")
-    for folder in tmp_path.glob("*,seed-*"):
-        set_options(folder, epochs=5)
-    set_options(tmp_path / "none,seed-0", epochs=7)
-    cli(f"report {tmp_path}", code=2, says="epochs=7")
-
-
-def test_every_intervention_option_is_one_of_the_driver():
-    from fastlr.experiments.continual.interventions import __doc__ as table
-
-    assert {name.rstrip(".`") for name in re.findall(r"``(\w+)``", table)} <= set(INTERVENTIONS)
+def test_options_of_interventions_are_compared_and_in_the_help(cli):
+    printed = cli("continual --help").out
+    for intervention in INTERVENTIONS.values():
+        assert f"{intervention.name} ({intervention.source[:10]}" in printed
+        for name in intervention.options:
+            assert name in COMPARED
+            assert f"--set {name}=" in printed

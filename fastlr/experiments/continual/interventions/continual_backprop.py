@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
-from fastlr.experiments.continual.interventions.units import ReadingLayer, Units, find_units
+from fastlr.experiments.continual.interventions.find_units import find_units
+from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
 from fastlr.experiments.data import Task
-from fastlr.experiments.runs.folder import stream_seed
+from fastlr.experiments.runs.options import option
 
 
 class _InputSums:
@@ -68,7 +70,9 @@ class _Layer:
         self.owed = 0.0
 
 
-class ContinualBackprop(Intervention):
+class ContinualBackprop(
+    Intervention, name="continual_backprop", source="Dohare et al. 2024 (Nature 632, 768-774)"
+):
     """Continual backprop: generate-and-test of units after each step of the optimiser.
 
     It acts on each layer whose units can be replaced.
@@ -96,12 +100,6 @@ class ContinualBackprop(Intervention):
     What a unit is in a convolutional network, and which are left alone:
     `fastlr.experiments.continual.interventions.units`.
 
-    Args:
-        trainer: Its options give ``cbp_rate``, ``cbp_decay``, ``cbp_maturity`` and
-            ``cbp_transfer``.
-        initial: State dict at initialisation, on the model's device.
-        example: Images as the model takes them, at least two.
-
     Raises:
         InputError: No layer of the model has units that can be replaced.
 
@@ -110,11 +108,37 @@ class ContinualBackprop(Intervention):
     the optimiser's state: their generate-and-test code.
     """
 
-    name = "continual_backprop"
+    rate: float = option(
+        0.0,
+        at_least=0,
+        at_most=1,
+        named="cbp_rate",
+        about="The share of each layer's mature units that is replaced in a step; 0: off. Dohare "
+        "et al. take 3e-4 for ``dohare32``.",
+    )
+    maturity: int = option(
+        100, at_least=0, named="cbp_maturity", about="Steps after which a unit is mature."
+    )
+    decay: float = option(
+        0.99,
+        at_least=0,
+        below=1,
+        named="cbp_decay",
+        about="Of the running means of contribution utility and activation.",
+    )
+    transfer: bool = option(
+        True,
+        named="cbp_transfer",
+        about="Let the mean contribution of a replaced unit go to the bias of what reads it; "
+        "``no``: as in Nature.",
+    )
+    counts_steps_by_weight = keeps_running_means = True
 
-    def __init__(self, trainer: Learner, initial: Mapping[str, Tensor], example: Tensor) -> None:
+    def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
-        self.initial = initial
+        size = trainer.tasks.size
+        generator = torch.Generator().manual_seed(0)
+        example = torch.randn((2, 3, size, size), generator=generator).to(trainer.device)
         replaceable, self.left_alone = find_units(trainer.model, example)
         if not replaceable:
             reasons = "; ".join(f"{name} {why}" for name, why in list(self.left_alone.items())[:3])
@@ -123,13 +147,13 @@ class ContinualBackprop(Intervention):
                 "leave it out"
             )
         self.layers = [_Layer(units) for units in replaceable]
-        self.replaced: dict[str, int] = {}
-        self.generator = torch.Generator()
+        self.replaced: Counter[str] = Counter()
+        self.generator = self.generator_for(0)
 
     def before_task(self, task: Task, number: int) -> None:
         """Begin a stream of random numbers of its own for the task."""
-        self.generator.manual_seed(stream_seed(self.trainer.options.seed, self.name, number))
-        self.replaced = {}
+        self.generator = self.generator_for(number)
+        self.replaced.clear()
         self._clear()
 
     @contextmanager
@@ -153,51 +177,53 @@ class ContinualBackprop(Intervention):
     @torch.no_grad()
     def after_step(self) -> None:
         """Update the utilities; replace units that are due."""
-        options = self.trainer.options
         self.trainer.parallel.sum_all(list(self.written()))  # of the images of all ranks
         for layer in self.layers:
-            contribution = torch.zeros_like(layer.utility)
-            for sums, mean in zip(layer.inputs, layer.means, strict=True):
-                reader, count = sums.reader, sums.count.clamp(min=1)
-                by_feature = (
-                    sums.absolute
-                    / count
-                    * reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
-                )
-                contribution += by_feature.view(-1, reader.repeat).sum(1)
-                mean.lerp_(sums.plain / count, 1 - options.cbp_decay)
-            layer.utility.lerp_(contribution, 1 - options.cbp_decay)
-            layer.ages += 1
-            mature = (layer.ages > options.cbp_maturity).nonzero().flatten()
-            layer.owed += options.cbp_rate * len(mature)
-            due = min(int(layer.owed), len(mature))
-            if due:
-                layer.owed -= due
-                utility = layer.utility.cpu()[mature] / (
-                    1 - options.cbp_decay ** layer.ages[mature]
-                )
-                worst = utility.sort(stable=True).indices[:due]
-                self.replace(layer, mature[worst].sort().values)
+            self._update(layer)
+            due = self._due(layer)
+            if len(due):
+                self.replace(layer, due)
         self._clear()
+
+    def _update(self, layer: _Layer) -> None:
+        """Take the step's contributions into the running utilities and means; all units age."""
+        contribution = torch.zeros_like(layer.utility)
+        for sums, mean in zip(layer.inputs, layer.means, strict=True):
+            reader, count = sums.reader, sums.count.clamp(min=1)
+            outgoing = reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
+            contribution += (sums.absolute / count * outgoing).view(-1, reader.repeat).sum(1)
+            mean.lerp_(sums.plain / count, 1 - self.decay)
+        layer.utility.lerp_(contribution, 1 - self.decay)
+        layer.ages += 1
+
+    def _due(self, layer: _Layer) -> Tensor:
+        """Return the mature units of the lowest utility, as many as are owed."""
+        mature = (layer.ages > self.maturity).nonzero().flatten()
+        layer.owed += self.rate * len(mature)
+        due = min(int(layer.owed), len(mature))
+        if not due:
+            return mature[:0]
+        layer.owed -= due
+        utility = layer.utility.cpu()[mature] / (1 - self.decay ** layer.ages[mature])
+        worst = utility.sort(stable=True).indices[:due]
+        return mature[worst].sort().values
 
     @torch.no_grad()
     def replace(self, layer: _Layer, units: Tensor) -> None:
         """Replace some units (int64, on the CPU) by new ones."""
-        self.replaced[layer.units.name] = self.replaced.get(layer.units.name, 0) + len(units)
+        self.replaced[layer.units.name] += len(units)
         index = units.to(layer.utility.device)
         for reader, mean in zip(layer.units.readers, layer.means, strict=True):
             features = reader.features(index)
-            if self.trainer.options.cbp_transfer:
+            if self.transfer:
                 ages = layer.ages[units].to(mean).repeat_interleave(reader.repeat)
-                self._transfer(
-                    reader, features, mean[features] / (1 - self.trainer.options.cbp_decay**ages)
-                )
+                self._transfer(reader, features, mean[features] / (1 - self.decay**ages))
             mean[features] = 0
             for t in self._with_optimiser_state(reader.layer.weight):
                 view, columns = reader.columns(t, features)
                 view[columns] = 0
         for name, module in layer.units.layers.items():
-            pool = self.initial[f"{name}.weight"].flatten()
+            pool = self.trainer.initial[f"{name}.weight"].flatten()
             shape = (len(units), *module.weight.shape[1:])
             drawn = torch.randint(len(pool), shape, generator=self.generator).to(pool.device)
             self._zero(module.weight, index)
@@ -209,7 +235,7 @@ class ContinualBackprop(Intervention):
                 p = getattr(norm, part)
                 if p is not None:
                     self._zero(p, index)
-                    p[index] = self.initial[f"{name}.{part}"][index]
+                    p[index] = self.trainer.initial[f"{name}.{part}"][index]
             if norm.running_mean is not None:
                 norm.running_mean[index], norm.running_var[index] = 0, 1
         layer.utility[index] = 0
@@ -244,9 +270,14 @@ class ContinualBackprop(Intervention):
 
     def state(self) -> dict[str, Any]:
         """Return utilities, means, ages and what is owed, by layer."""
-        keys = ("utility", "means", "ages", "owed")
         return {
-            layer.units.name: {key: getattr(layer, key) for key in keys} for layer in self.layers
+            layer.units.name: {
+                "utility": layer.utility,
+                "means": layer.means,
+                "ages": layer.ages,
+                "owed": layer.owed,
+            }
+            for layer in self.layers
         }
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from fastlr.errors import ModelError
 from fastlr.estimator.predictive import Categorical
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
 from fastlr.experiments.data import Task, take
-from fastlr.experiments.runs.folder import stream_seed
+from fastlr.experiments.runs.options import option
 from fastlr.ghost.runtime import as_it_was
 
 
@@ -59,7 +59,11 @@ def diagonal_fisher(
     return [total.div_(len(x)) for total in sums]
 
 
-class EWC(Intervention):
+class EWC(
+    Intervention,
+    name="ewc",
+    source="Kirkpatrick et al. 2017 (arXiv:1612.00796), Schwarz et al. 2018 (arXiv:1805.06370)",
+):
     """Online elastic weight consolidation: a quadratic penalty around the parameters of past tasks.
 
     It adds the gradient of ``strength / 2 * sum_i F_i (theta_i - theta*_i)^2``.
@@ -74,20 +78,37 @@ class EWC(Intervention):
     another one in each task. Running statistics of batch norms are not parameters, and are not
     held.
 
-    Args:
-        trainer: Its options give ``ewc`` (the strength), ``ewc_decay`` and ``ewc_images``.
-
     Source: Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks"
     (arXiv:1612.00796); one penalty around the latest parameters, with decay: Schwarz et al. 2018,
     "Progress & Compress" (arXiv:1805.06370), online EWC (their penalty has ``decay F``: the same
     with another strength).
     """
 
-    name = "ewc"
+    strength: float = option(
+        0.0,
+        at_least=0,
+        named="ewc",
+        about="Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - "
+        "theta*)^2``; 0: off. Not in train_loss.",
+    )
+    decay: float = option(
+        0.95,
+        at_least=0,
+        at_most=1,
+        about="By which the Fisher information of earlier tasks is multiplied after each task.",
+    )
+    images: int = option(
+        200,
+        at_least=1,
+        about="Of each task, for its Fisher information: one forward and backward pass each.",
+    )
+    keeps_running_means = True
 
     def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
-        head = {id(p) for p in trainer.head().parameters()} if trainer.options.head_reset else set()
+        head: set[int] = set()
+        if trainer.options.head_reset:
+            head = {id(p) for p in trainer.head().parameters()}
         self.parameters = [
             p for p in trainer.model.parameters() if p.requires_grad and id(p) not in head
         ]
@@ -106,7 +127,7 @@ class EWC(Intervention):
         """
         for p, fisher, anchor in zip(self.parameters, self.fisher, self.anchor, strict=True):
             if p.grad is not None:
-                p.grad.addcmul_(fisher, p - anchor, value=self.trainer.options.ewc)
+                p.grad.addcmul_(fisher, p - anchor, value=self.strength)
 
     @torch.no_grad()
     def penalty(self) -> float:
@@ -115,22 +136,20 @@ class EWC(Intervention):
         sums = [
             (fisher * (p - anchor).square()).sum(dtype=torch.float64) for p, fisher, anchor in terms
         ]
-        return self.trainer.options.ewc / 2 * torch.stack(sums).sum().item()
+        return self.strength / 2 * torch.stack(sums).sum().item()
 
     def after_task(self, task: Task, number: int) -> None:
         """Add the task's Fisher information to the sum; centre the penalty on the parameters."""
-        options = self.trainer.options
         self.last_penalty = self.penalty()
-        generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))
-        rows = torch.randperm(len(task.train_y), generator=generator)[: options.ewc_images].to(
-            task.train_y.device
-        )
-        fisher_of_task = self._fisher(self.trainer.normalised(take(task.train_x, rows)))
+        generator = self.generator_for(number)
+        rows = torch.randperm(len(task.train_y), generator=generator)[: self.images]
+        images = take(task.train_x, rows.to(task.train_y.device))
+        fisher_of_task = self._fisher(self.trainer.normalised(images))
         with torch.no_grad():
             for p, fisher, anchor, new in zip(
                 self.parameters, self.fisher, self.anchor, fisher_of_task, strict=True
             ):
-                fisher.mul_(options.ewc_decay).add_(new)
+                fisher.mul_(self.decay).add_(new)
                 anchor.copy_(p)
 
     def _fisher(self, x: Tensor) -> list[Tensor]:

@@ -5,7 +5,6 @@ Layer norm takes the place of batch norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
 from fastlr.experiments.data import Task
 from fastlr.experiments.runs.folder import stream_seed
+from fastlr.experiments.runs.options import option
+from fastlr.experiments.training.options import TrainingOptions
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -41,23 +42,37 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
                 )
 
 
-class ShrinkAndPerturb(Intervention):
-    """Applies `shrink_and_perturb` before every task but the first.
+class ShrinkAndPerturb(
+    Intervention, name="shrink_and_perturb", source="Ash and Adams 2020 (arXiv:1910.08475)"
+):
+    """Applies `shrink_and_perturb` before every task but the first."""
 
-    The trainer's options ``shrink`` and ``perturb`` are the factors.
-    """
+    shrink: float = option(
+        1.0,
+        at_least=0,
+        named="shrink",
+        about="Multiply every parameter by it at the start of each task after the first; 1: off.",
+    )
+    perturb: float = option(
+        0.0,
+        at_least=0,
+        named="perturb",
+        about="Then add normal noise of this standard deviation; 0: off.",
+    )
 
-    name = "shrink_and_perturb"
+    @classmethod
+    def is_on(cls, options: TrainingOptions) -> bool:
+        """Return True if the options ask for either."""
+        return super().is_on(options) or vars(options)["perturb"] != 0
 
     def before_task(self, task: Task, number: int) -> None:
         """Shrink and perturb."""
-        options = self.trainer.options
         if number > 0:
-            seed = stream_seed(options.seed, "task", number)
-            shrink_and_perturb(self.trainer.model, options.shrink, options.perturb, seed)
+            seed = stream_seed(self.trainer.options.seed, "task", number)
+            shrink_and_perturb(self.trainer.model, self.shrink, self.perturb, seed)
 
 
-class PeriodicReset(Intervention):
+class PeriodicReset(Intervention, name="reset", source="Nikishin et al. 2022 (arXiv:2205.07802)"):
     """Resets the network's last ``reset_layers`` layers before every ``reset_every``-th task.
 
     The layers before them go on as they are.
@@ -75,90 +90,102 @@ class PeriodicReset(Intervention):
     values are drawn independently of one another.
     """
 
-    name = "reset"
+    every: int = option(
+        0,
+        at_least=0,
+        about="Periodic resets: before every so many tasks the last layers begin anew; 0: off.",
+    )
+    last: int = option(
+        1,
+        at_least=0,
+        named="reset_layers",
+        about="How many layers that have a weight matrix, with all that is defined after them; 0: "
+        "the whole network.",
+    )
 
-    def __init__(self, trainer: Learner, initial: Mapping[str, Tensor]) -> None:
+    def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
-        self.initial, wanted = initial, trainer.options.reset_layers
-        modules = list(trainer.model.named_modules())
-        layers = [
-            i
-            for i, (_, m) in enumerate(modules)
-            if any(p.ndim > 1 for p in m.parameters(recurse=False))
-        ]
-        if wanted > len(layers):
+        modules = dict(trainer.model.named_modules())
+        layers = [name for name, module in modules.items() if _has_weight_matrix(module)]
+        if self.last > len(layers):
             raise InputError(
-                f"reset_layers={wanted}: the model has {len(layers)} layers; 0 resets them all"
+                f"reset_layers={self.last}: the model has {len(layers)} layers; 0 resets them all"
             )
-        self.modules = dict(modules[layers[-wanted] :] if wanted else modules)
-        self.layers = [modules[i][0] for i in (layers[-wanted:] if wanted else layers)]
+        self.modules, self.layers = modules, layers
+        if self.last:
+            self.layers = layers[-self.last :]
+            names = list(modules)
+            first = names.index(self.layers[0])
+            self.modules = {name: modules[name] for name in names[first:]}
         self.was_due = False
 
     @torch.no_grad()
     def before_task(self, task: Task, number: int) -> None:
         """Reset, if it is time."""
-        options, optimiser = self.trainer.options, self.trainer.optimiser
-        self.was_due = number > 0 and number % options.reset_every == 0
+        self.was_due = number > 0 and number % self.every == 0
         if not self.was_due:
             return
-        generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))
+        initial = self.trainer.initial
+        generator = self.generator_for(number)
         for name, module in self.modules.items():
             prefix = f"{name}." if name else ""
             for key, p in module.named_parameters(recurse=False):
                 if not p.requires_grad:
                     continue
-                values = self.initial[prefix + key].flatten()
-                p.copy_(
-                    values[
-                        torch.randint(len(values), p.shape, generator=generator).to(values.device)
-                    ]
-                )
-                for value in optimiser.state.get(p, {}).values():
+                values = initial[prefix + key].flatten()
+                drawn = torch.randint(len(values), p.shape, generator=generator)
+                p.copy_(values[drawn.to(values.device)])
+                for value in self.trainer.optimiser.state.get(p, {}).values():
                     if isinstance(value, Tensor):
                         value.zero_()
             for key, buffer in module.named_buffers(recurse=False):
-                buffer.copy_(self.initial.get(prefix + key, buffer))
+                buffer.copy_(initial.get(prefix + key, buffer))
 
     def about(self) -> dict[str, Any]:
         """Return the layers that are reset, and how often."""
-        return {"layers": self.layers, "every": self.trainer.options.reset_every}
+        return {"layers": self.layers, "every": self.every}
 
     def record(self) -> dict[str, Any]:
         """Say so where there was a reset before the task."""
         return {"reset": True} if self.was_due else {}
 
 
-class TowardsInit(Intervention):
+def _has_weight_matrix(module: nn.Module) -> bool:
+    return any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+class TowardsInit(Intervention, name="l2_init", source="Kumar et al. 2023 (arXiv:2308.11958)"):
     """L2 regularisation towards the parameters at initialisation.
 
     It adds the gradient of ``strength * ||theta - theta_init||^2``.
 
     The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the
-    penalty to the loss.
-
-    Args:
-        trainer: Its option ``l2_init`` is the strength, with the loss the mean over the batch; no
-            factor 1/2.
-        initial: State dict at initialisation, on the model's device.
+    penalty to the loss, the mean over the batch; there is no factor 1/2.
 
     Source: Kumar, Marklund and Van Roy 2023, "Maintaining plasticity in continual learning via
     regenerative regularization" (arXiv:2308.11958), L2 Init.
     """
 
-    name = "l2_init"
+    strength: float = option(
+        0.0,
+        at_least=0,
+        named="l2_init",
+        about="Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded "
+        "train_loss.",
+    )
 
-    def __init__(self, trainer: Learner, initial: Mapping[str, Tensor]) -> None:
+    def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
         named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
-        self.initial = [initial[name] for name, _ in named]
+        self.initial = [trainer.initial[name] for name, _ in named]
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add the penalty's gradient to ``.grad`` of every parameter that the loss has reached."""
         for p, start in zip(self.parameters, self.initial, strict=True):
             if p.grad is not None:
-                p.grad.add_(p - start, alpha=2 * self.trainer.options.l2_init)
+                p.grad.add_(p - start, alpha=2 * self.strength)
 
 
 def layer_norm_for_batch_norm(model: nn.Module) -> int:

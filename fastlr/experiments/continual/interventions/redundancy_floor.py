@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastlr
 from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
 from fastlr.experiments.runs.folder import stream_seed
+from fastlr.experiments.runs.options import option
 
 DECAY = 0.99  # of the running mean, a step
 
 
-class RedundancyFloor(Intervention):
+class RedundancyFloor(Intervention, name="redundancy_floor", source="here"):
     """Raises local redundancy by a penalty while its running mean is below a floor.
 
     It adds the gradient of ``strength * log(floor / running)``.
@@ -25,19 +27,29 @@ class RedundancyFloor(Intervention):
     M`` is added to ``.grad``: the same whatever the scale of R. The penalty is not in the recorded
     train_loss.
 
-    Args:
-        trainer: Its options give ``redundancy_floor``, ``floor_strength`` and ``floor_images``,
-            shapes a step.
-        size: Pixels a side of the tasks' images.
-
     Raises:
         InputError: Steps are captured as CUDA graphs, in which nothing can be decided.
     """
 
-    name = "redundancy_floor"
+    floor: float = option(
+        0.0,
+        at_least=0,
+        named="redundancy_floor",
+        about="Penalty that holds local redundancy (nats) at this value where it falls below; 0: "
+        "off. Not in train_loss. It differentiates local redundancy on shapes in every step, and "
+        "needs eager steps.",
+    )
+    strength: float = option(
+        0.1,
+        at_least=0,
+        named="floor_strength",
+        about="Of the penalty ``floor_strength * log(redundancy_floor / running mean)``.",
+    )
+    samples: int = option(32, at_least=1, named="floor_images", about="Synthetic images a step.")
 
-    def __init__(self, trainer: Learner, size: int) -> None:
+    def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
+        size = trainer.tasks.size
         if trainer.step_mode != "eager":
             raise InputError(f"redundancy_floor needs step=eager, not {trainer.step_mode}")
         self.images = fastlr.ShapeImages(size=(3, size, size))
@@ -54,11 +66,12 @@ class RedundancyFloor(Intervention):
 
         Parameters that the loss has not reached have no ``.grad`` and are left out.
         """
-        options, n = self.trainer.options, self.trainer.options.floor_images
-        seed = stream_seed(options.seed, self.name)
+        n = self.samples
+        seed = stream_seed(self.trainer.options.seed, self.name)
         x = self.images.batch(
             self.steps * n, (self.steps + 1) * n, seed=seed, device=self.trainer.device
         )
+        assert isinstance(x, Tensor)
         with torch.enable_grad(), self.trainer.autocast():
             value = fastlr.redundancy_loss(
                 self.trainer.model, self.trainer.as_input(x), seed=seed + self.steps
@@ -67,13 +80,13 @@ class RedundancyFloor(Intervention):
         self.total = DECAY * self.total + float(value.detach())
         self.weight = DECAY * self.weight + 1
         self.taken += 1
-        if 0 < self.running < options.redundancy_floor:
+        if 0 < self.running < self.floor:
             self.below += 1
             parameters = [p for p in self.trainer.model.parameters() if p.grad is not None]
             gradients = torch.autograd.grad(value, parameters, allow_unused=True)
             for p, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None and p.grad is not None:
-                    p.grad.add_(gradient, alpha=-options.floor_strength / self.running)
+                    p.grad.add_(gradient, alpha=-self.strength / self.running)
 
     def state(self) -> dict[str, Any]:
         """The running mean and the number of steps."""

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
-from fastlr.experiments.data import Task, TaskSequence, take
-from fastlr.experiments.runs.folder import stream_seed
+from fastlr.experiments.data import Task, take
+from fastlr.experiments.runs.options import option
 from fastlr.experiments.training.optim import mixed_order, spans
 from fastlr.ops.memory import free_bytes
 
 
-class ExperienceReplay(Intervention):
+class ExperienceReplay(
+    Intervention,
+    name="replay",
+    source="Rolnick et al. 2019 (arXiv:1811.11682), Chaudhry et al. 2019 (arXiv:1902.10486)",
+):
     """Experience replay with a reservoir.
 
     - The memory holds at most ``replay_images`` training images. After t tasks it is a uniform
@@ -34,10 +38,6 @@ class ExperienceReplay(Intervention):
     The images lie on the device. A checkpoint holds only which they are; on resuming they are
     loaded again.
 
-    Args:
-        trainer: Its options give ``replay_images`` and ``replay_share``.
-        tasks: Those that it learns.
-
     Raises:
         InputError: The memory does not fit on the device.
 
@@ -46,22 +46,32 @@ class ExperienceReplay(Intervention):
     learning" (arXiv:1902.10486), for classification.
     """
 
-    name = "replay"
+    capacity: int = option(
+        0,
+        at_least=0,
+        named="replay_images",
+        about="Images of earlier tasks in the memory of experience replay, each with the label of "
+        "its task; 0: off.",
+    )
+    share: float = option(
+        0.5,
+        positive=True,
+        below=1,
+        hint="replay_images=0 turns replay off",
+        about="Of each batch that is drawn from the memory.",
+    )
 
-    def __init__(self, trainer: Learner, tasks: TaskSequence) -> None:
+    def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
-        self.tasks = tasks
-        images = trainer.options.replay_images
+        size = trainer.tasks.size
         # Once more where a task's images are joined to them.
-        needed = 2 * images * 3 * tasks.size**2
+        needed = 2 * self.capacity * 3 * size**2
         if needed > free_bytes(trainer.device):
             raise InputError(
-                f"replay_images={images}: {needed / 2**30:.1f} GiB do not fit on {trainer.device}; "
-                "choose fewer"
+                f"replay_images={self.capacity}: {needed / 2**30:.1f} GiB do not fit on "
+                f"{trainer.device}; choose fewer"
             )
-        self.images = torch.empty(
-            0, 3, tasks.size, tasks.size, dtype=torch.uint8, device=trainer.device
-        )
+        self.images = torch.empty(0, 3, size, size, dtype=torch.uint8, device=trainer.device)
         self.labels = torch.empty(0, dtype=torch.int64, device=trainer.device)
         self.draws = torch.empty(0, dtype=torch.float64)
         self.origin = torch.empty(0, 2, dtype=torch.int64)  # task, row among its training images
@@ -70,33 +80,27 @@ class ExperienceReplay(Intervention):
         """Return the task with the memory's images after its own training images."""
         if not len(self.labels):
             return task
-        train_x, train_y = (
-            torch.cat([task.train_x, self.images]),
-            torch.cat([task.train_y, self.labels]),
-        )
+        train_x = torch.cat([task.train_x, self.images])
+        train_y = torch.cat([task.train_y, self.labels])
         return task._replace(train_x=train_x, train_y=train_y)
 
     def order(self, n: int, generator: torch.Generator) -> tuple[Tensor, list[tuple[int, int]]]:
         """Draw an epoch's batches of a `joined` task with n images of its own, as `mixed_order`."""
-        options = self.trainer.options
-        fresh = max(1, options.batch_size - round(options.batch_size * options.replay_share))
+        size = self.trainer.options.batch_size
+        fresh = max(1, size - round(size * self.share))
         return mixed_order(
-            list(spans(n, fresh)), len(self.labels), (options.batch_size - fresh) / fresh, generator
+            list(spans(n, fresh)), len(self.labels), (size - fresh) / fresh, generator
         )
 
     def after_task(self, task: Task, number: int) -> None:
         """Let the task's training images into the memory."""
-        n, options = len(task.train_y), self.trainer.options
-        generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))
+        n, generator = len(task.train_y), self.generator_for(number)
         draws = torch.cat([self.draws, torch.rand(n, generator=generator, dtype=torch.float64)])
         new = torch.stack([torch.full((n,), number), torch.arange(n)], dim=1)
-        kept = draws.sort(stable=True).indices[: options.replay_images].sort().values
+        kept = draws.sort(stable=True).indices[: self.capacity].sort().values
         rows = kept.to(self.labels.device)
-        images, labels = (
-            torch.cat([self.images, task.train_x]),
-            torch.cat([self.labels, task.train_y]),
-        )
-        self.images, self.labels = take(images, rows), labels.index_select(0, rows)
+        self.images = take(torch.cat([self.images, task.train_x]), rows)
+        self.labels = torch.cat([self.labels, task.train_y]).index_select(0, rows)
         self.draws, self.origin = draws[kept], torch.cat([self.origin, new])[kept]
 
     def state(self) -> dict[str, Any]:
@@ -110,14 +114,12 @@ class ExperienceReplay(Intervention):
         self.draws, self.origin = state["draws"].clone(), state["origin"].clone()
         images, labels = [self.images[:0]], [self.labels[:0]]
         for number in self.origin[:, 0].unique().tolist():
-            task = self.tasks.load(number)
+            task = self.trainer.tasks.load(number)
             rows = self.origin[self.origin[:, 0] == number, 1]
             images.append(take(task.train_x, rows).to(self.labels.device))
             labels.append(task.train_y[rows].to(self.labels.device))
-        self.images, self.labels = (
-            torch.cat(images).contiguous(memory_format=torch.channels_last),
-            torch.cat(labels),
-        )
+        self.images = torch.cat(images).contiguous(memory_format=torch.channels_last)
+        self.labels = torch.cat(labels)
 
     def record(self) -> dict[str, Any]:
         """How many images the memory holds, of how many tasks."""

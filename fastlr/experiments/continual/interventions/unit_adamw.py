@@ -6,7 +6,7 @@ A new unit's weights then begin like those of a new network.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,35 +28,19 @@ class UnitAdamW(torch.optim.Optimizer):
     Args:
         params: As for `torch.optim.AdamW`, and so are the others.
         lr: Learning rate.
-        betas: Decay of the running means of the gradient and of its square.
-        eps: Added to the denominator.
         weight_decay: Decoupled.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); counters for each element: Dohare et al.
     2024 (Nature 632), ``AdamGnT`` of their code.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.01) -> None:
+        fixed = {"betas": (0.9, 0.999), "eps": 1e-8}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **fixed})
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
+    def step(self) -> None:  # type: ignore[override]
         """Do one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -67,10 +51,9 @@ class UnitAdamW(torch.optim.Optimizer):
                         key: torch.zeros_like(p) for key in ("steps", "exp_avg", "exp_avg_sq")
                     }
             gradients = [p.grad for p in parameters if p.grad is not None]
-            steps, means, squares = (
-                [self.state[p][key] for p in parameters]
-                for key in ("steps", "exp_avg", "exp_avg_sq")
-            )
+            steps = [self.state[p]["steps"] for p in parameters]
+            means = [self.state[p]["exp_avg"] for p in parameters]
+            squares = [self.state[p]["exp_avg_sq"] for p in parameters]
             beta1, beta2 = group["betas"]
             torch._foreach_add_(steps, 1)
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
@@ -82,7 +65,6 @@ class UnitAdamW(torch.optim.Optimizer):
             torch._foreach_add_(denominators, group["eps"])
             numerators = torch._foreach_div(means, _correction(steps, beta1))
             torch._foreach_addcdiv_(parameters, numerators, denominators, -group["lr"])
-        return loss
 
 
 def _correction(steps: list[Tensor], beta: float) -> list[Tensor]:

@@ -98,12 +98,11 @@ def sums(
         f"{side} contiguous{how}": tiles[side] for side in tiles for how in (", aligned", "")
     }
     layouts["any strides"] = tiles["kept"] + tiles["summed"]
-    used = {
-        "g",
-        *inputs.split(),
-        *(["x", "sum_gx"] if product else []),
-        *(["sum_g"] if plain else []),
-    }
+    used = {"g", *inputs.split()}
+    if product:
+        used |= {"x", "sum_gx"}
+    if plain:
+        used |= {"sum_g"}
     absent = {"sum_g", "sum_gx", "g", "x", "centre", "shift", "factor"} - used
     strides = [n for n in kernel.arg_names if n.startswith(("g_", "x_", "row_", "out_"))]
     for dtype, other in [*((d, d) for d in DTYPES.values()), *pairs]:
@@ -238,7 +237,9 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
         if (short == "fp16" and layout != "last") or (size == 8 and (window or short == "fp32")):
             continue
         align = max(1, size // dtype.itemsize)
-        ones = contiguous("x g", "channel" if last else "column") if layout != "strided" else {}
+        ones = contiguous("x g", "channel" if last else "column")
+        if layout == "strided":
+            ones = {}
         kinds = fp32("weight scale squares inner sums") | {"x": f"*{short}", "g": f"*{short}"}
         for packed in (False, True)[: 1 + window]:
             vector = align > 1 and (not window or last) and not packed
@@ -248,7 +249,9 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
                 )
                 for outputs, columns in product(widths, widths)
             }
-            form = "packed" if packed else "window" if window else "plain"
+            form = "window" if window else "plain"
+            if packed:
+                form = "packed"
             for outputs, columns, rows, num_warps, num_stages in sorted(tiles):
                 constants = ones | {
                     "X_PLAIN": not window,
@@ -288,7 +291,9 @@ def linear_norms() -> Iterator[tuple]:
         if size == 8 and short == "fp32":
             continue
         align = max(1, size // dtype.itemsize)
-        ones = contiguous("a g", "column" if last else "row") if layout != "strided" else {}
+        ones = contiguous("a g", "column" if last else "row")
+        if layout == "strided":
+            ones = {}
         kinds = fp32("a_mean g_mean squares") | {"a": f"*{short}", "g": f"*{short}"}
         for block, chunk, num_warps, num_stages in sorted(
             {linear.gram_block(dtype, rows, align) for rows in (64, 65)}
@@ -352,7 +357,8 @@ def depthwise_layers() -> Iterator[
         kinds += [("fp16", True)] if channels in (72, 672) else []
         for dtype, last in kinds:
             align = 16 // TORCH[dtype].itemsize if last and channels % 8 == 0 else 1
-            name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{',channels_last' if last else ''}"
+            form = ",channels_last" if last else ""
+            name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{form}"
             yield (
                 name,
                 dtype,
@@ -469,7 +475,8 @@ def one_pointwise(
         flags = {"BEFORE": "hardswish", "GATE": True} | flags
     ones |= {"stride_h": 1, "stride_w": 1} if flags["PLAIN"] else {}
     blocks = {"POSITIONS": tile.positions, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs}
-    label = f"{name}[{dtype},{tile.positions}x{tile.outputs}x{tile.inputs}{',channels_last' if last else ''}]"
+    form = ",channels_last" if last else ""
+    label = f"{name}[{dtype},{tile.positions}x{tile.outputs}x{tile.inputs}{form}]"
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if backward:
         changed = flags["MORE"] or flags["BEFORE"] != "none"

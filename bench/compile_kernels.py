@@ -1,6 +1,6 @@
 """Compile Triton kernels ahead of time, with no GPU.
 
-Usage: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
+Usage: ``python -m bench.compile_kernels [--table] [MODULE ...] [ARCH ...]``.
 
 `kernel_variants.py` has the cases of every module of kernels/: (name, kernel, signature,
 constexprs, options). Each is compiled to a cubin for each architecture (80, 90 and 100 by default),
@@ -33,9 +33,9 @@ from pathlib import Path
 from statistics import median_low
 
 ARCHITECTURES = (80, 90, 100)
-KERNELS = Path(__file__).parents[2] / "kernels"
-RECORD = KERNELS.parent / "bench/results/compile/kernels.md"
-sys.path.append(str(KERNELS.parent))  # kernel_variants.py reads bench/, which is beside tests/
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "kernels"
+RECORD = ROOT / "bench/results/compile/kernels.md"
 # What a multiprocessor has: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability".
 SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes
@@ -123,7 +123,7 @@ def compile_module(
     module: str, architectures: tuple[int, ...] = ARCHITECTURES
 ) -> list[dict[str, object]]:
     """Compile every case of ``module`` for every architecture and return the records."""
-    from kernel_variants import VARIANTS
+    from bench.kernel_variants import VARIANTS
 
     cases = VARIANTS[module]() if module in VARIANTS else ()
     return [compile_case(case, arch) for case in cases for arch in architectures]
@@ -142,18 +142,17 @@ def extreme_cases(module: str, record: Path = RECORD) -> list[tuple]:
 
     Both are read in ``record``, of compute capability 9.0.
     """
-    from kernel_variants import VARIANTS
+    from bench.kernel_variants import VARIANTS
 
     text = record.read_text() if record.exists() else ""  # it is left out of source distributions
     taken = {name: (cells[1][0] * warps, cells[1][1]) for _, name, warps, cells in rows(text)}
     kinds: dict[str, list[tuple]] = {}
     for case in VARIANTS[module]() if module in VARIANTS else ():
         kinds.setdefault(case[0].partition("[")[0], []).append(case)
-    most = [
-        max(cases, key=lambda case: taken.get(case[0], (0, 0))[by])
-        for cases in kinds.values()
-        for by in (0, 1)
-    ]
+    most = []
+    for cases in kinds.values():
+        for by in (0, 1):
+            most.append(max(cases, key=lambda case: taken.get(case[0], (0, 0))[by]))  # noqa: B023
     return list({case[0]: case for case in most}.values())
 
 
@@ -167,8 +166,8 @@ def run_module(
 ) -> list[dict[str, object]]:
     """Run `compile_module` in its own process without TRITON_INTERPRET; an error has its output."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, module, *map(str, architectures)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "bench.compile_kernels", module, *map(str, architectures)]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(
             f"{' '.join(command)} failed:\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}"
@@ -288,7 +287,7 @@ def origin(modules: list[str]) -> str:
     changed = said("git", "status", "--porcelain", "--", *(f"{module}.py" for module in modules))
     if changed:
         commit += " with later changes"
-    command = " ".join(["python tests/helpers/compile_kernels.py", *sys.argv[1:]])
+    command = " ".join(["python -m bench.compile_kernels", *sys.argv[1:]])
     return (
         f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch "
         f"{torch.__version__}, commit {commit}."

@@ -1,0 +1,242 @@
+"""The inputs of a model, and the batch of them from which samples are picked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.ghost.tokens import version
+from fastlr.ops.torch_private import tree_flatten, tree_map, tree_unflatten
+
+
+def as_inputs(x: Any) -> Any:
+    """Normalise ``x`` (tensor, tuple, list or mapping), detached.
+
+    So no input takes part in the graph.
+    """
+    if isinstance(x, Mapping) and not isinstance(x, dict):
+        x = dict(x)
+    if isinstance(x, list):
+        x = tuple(x)
+    if not isinstance(x, (Tensor, tuple, dict)):
+        raise InputError(
+            f"x must be a tensor, a tuple (positional) or a dict (keywords), got {type(x).__name__}"
+        )
+
+    def clean(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.clone() if t.is_inference() else t.detach()
+
+    with torch.inference_mode(False):
+        return clean(x) if isinstance(x, Tensor) else tree_map(clean, x)
+
+
+def holds_nan(t: Tensor) -> bool:
+    """Return True if a tensor holds NaN, by its sum, in a quarter of the time.
+
+    The sum hides no NaN. Where infinities cancel, each value is looked at.
+    """
+    # Torch adds up no bytes.
+    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())
+
+
+def times_written(x: Any) -> list[int]:
+    """How often each tensor among the inputs has been written to."""
+    return [version(leaf) for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
+
+
+def copied(x: Any) -> Any:
+    """Return the inputs with copies of their tensors, for a model that writes to them.
+
+    Expanded tensors are not copied: torch lets no model write to them.
+    """
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and not _expanded(leaf) else leaf
+
+    return tree_map(copy, x)
+
+
+def _expanded(t: Tensor) -> bool:
+    return t.layout == torch.strided and any(
+        n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)
+    )
+
+
+def cast_inputs(x: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating-point tensors of a nested structure."""
+    if dtype is None:
+        return x
+
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats else leaf
+
+    return tree_map(cast, x)
+
+
+def along(x: Any, count: int, in_dim: int) -> list[int]:
+    """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
+    leaves = enumerate(tree_flatten(x)[0])
+    return [
+        i
+        for i, t in leaves
+        if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
+    ]
+
+
+def require_pickable(tensor: Tensor, name: str) -> None:
+    """Raise InputError for a tensor whose samples cannot be picked: a nested or a sparse one."""
+    if tensor.is_nested:
+        raise InputError(
+            f"{name} is nested: its samples cannot be picked; pad it (x.to_padded_tensor)"
+        )
+    if tensor.layout != torch.strided:
+        raise InputError(
+            f"{name} is sparse: its samples cannot be picked; make it dense (x.to_dense())"
+        )
+
+
+class Batch:
+    """The inputs of one call, from which samples can be picked.
+
+    The leaves that carry the sample axis are known.
+
+    ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the
+    others are shared.
+    """
+
+    def __init__(
+        self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None
+    ) -> None:
+        self.leaves, self.spec = tree_flatten(x)
+        self.count, self.in_dim = count, in_dim
+        self.batched = list(along(x, count, in_dim) if batched is None else batched)
+        if not self.batched:
+            shapes = [tuple(t.shape) for t in self.leaves if isinstance(t, Tensor)]
+            raise InputError(
+                f"the output has {count} samples, but no input of shapes {shapes} has that size "
+                f"along in_dim={in_dim}; pass in_dim= and out_dim="
+            )
+        for i in self.batched:
+            require_pickable(self.leaves[i], "an input with samples")
+
+    def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
+        """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""
+        batched = set(self.batched)
+        # Models may write to them.
+        leaves = [leaf if i in batched else copied(leaf) for i, leaf in enumerate(self.leaves)]
+        for i in self.batched:
+            index = _index(samples, leaves[i].device)
+            leaves[i] = _ordered_like(
+                self.leaves[i], self.leaves[i].index_select(self.in_dim, index)
+            )
+        return cast_inputs(tree_unflatten(leaves, self.spec), dtype)
+
+    def part(self, samples: Sequence[int]) -> Batch:
+        """Return the batch of these samples."""
+        return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
+
+    def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
+        """Yield the batch with other values: floats times a factor, then other integers.
+
+        Each sample's floating-point inputs have a factor; the other integers are in the last
+        sample.
+
+        Inputs that are all zero become the factors. The last row of the last sample becomes zero,
+        as padding is.
+        """
+        scaled, changed = list(self.leaves), list(self.leaves)
+        for i in self.batched:
+            leaf = self.leaves[i]
+            if leaf.is_floating_point():
+                shape = [1] * leaf.ndim
+                shape[self.in_dim] = self.count
+                factor = torch.tensor(factors, device=leaf.device).view(shape).to(leaf.dtype)
+                scaled[i] = leaf * factor if leaf.any() else torch.zeros_like(leaf) + factor
+                last = scaled[i].select(self.in_dim, -1)
+                wide = next((axis for axis, size in enumerate(last.shape) if size > 1), None)
+                if wide is not None:
+                    last.select(wide, -1).zero_()
+            elif not leaf.is_complex():
+                # Comparisons of unsigned ones are not implemented.
+                whole = leaf.to(torch.int64, copy=True)
+                _change(whole.select(self.in_dim, -1))
+                changed[i] = whole.to(leaf.dtype)
+        for leaves in (scaled, changed):
+            if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
+                yield Batch(
+                    tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched
+                )
+
+    def distinct(self, need: int, generator: torch.Generator) -> Batch:
+        """Return a batch of at least ``need`` samples that differ.
+
+        Where there are too few, jittered copies are added.
+        """
+        picked = list(range(min(self.count, need)))
+        x = self.pick(picked)
+        leaves = tree_flatten(x)[0]
+        copies = need - len(picked)
+        same = len(picked) > 1 and all(
+            torch.equal(leaves[i].select(self.in_dim, 0), leaves[i].select(self.in_dim, k))
+            for i in self.batched
+            for k in range(1, len(picked))
+        )
+        if copies <= 0 and not same:
+            return Batch(x, need, self.in_dim, self.batched)
+        start = 1 if same else len(picked)
+        for i in self.batched:
+            rows = [leaves[i].select(self.in_dim, min(k, len(picked) - 1)) for k in range(need)]
+            for k in range(start, need):
+                rows[k] = _jitter(rows[k], k, generator)
+            leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
+        return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
+
+
+def _change(sample: Tensor) -> None:
+    """Halve a sample's integers; of a mask (0 and 1) turn the last entry instead.
+
+    It is turned only if its row then has both values: no mask is left empty.
+    """
+    if bool((sample > 1).any()):
+        sample.div_(2, rounding_mode="trunc")
+    else:
+        row = torch.atleast_1d(sample)[(-1,) * (sample.ndim - 1)]
+        if sample.numel() == 1 or bool((row[:-1] == row[-1]).any()):
+            row[-1:] = row[-1:] == 0
+
+
+def _index(samples: Sequence[int], device: torch.device) -> Tensor:
+    """Return the numbers of samples as a tensor on a device.
+
+    Those of a range are made on the device, as a copy from the host would wait for it.
+    """
+    if isinstance(samples, range):
+        return torch.arange(samples.start, samples.stop, samples.step, device=device)
+    return torch.as_tensor(list(samples), device=device)
+
+
+def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
+    """Give ``t`` the order of axes in memory that ``original`` has.
+
+    Some operations take another path by it.
+    """
+    strides = original.stride()
+    order = sorted(range(t.ndim), key=lambda d: -strides[d])
+    if order == list(range(t.ndim)):
+        return t
+    return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
+
+
+def _jitter(row: Tensor, shift: int, generator: torch.Generator) -> Tensor:
+    if row.is_floating_point():
+        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
+        return row + (0.25 * row.abs().mean().nan_to_num(1.0, 1.0, 1.0) + 0.1) * noise
+    return row.roll(shift, -1) if row.ndim else row

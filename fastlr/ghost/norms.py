@@ -1,0 +1,140 @@
+"""The squared norms of a batch's gradients, by the routes that its plan says.
+
+In: a batch with its graph (`Chunk`), what is known of it (`Plan`) and a cotangent. Out: squared
+norms [B] by parameter: by rules where they hold, by one pass a sample elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fastlr.ghost.backward import sq_norms
+from fastlr.ghost.batch import Batch
+from fastlr.ghost.fallback import Forward, SingleSamples
+from fastlr.ghost.graph import exact_grads
+from fastlr.ghost.known import Plan
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.planner import Chunk, batch_of
+from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.verification.agreement import low_precision, norms_agree
+from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.torch_private import tree_flatten
+
+
+def norms_by_rules(
+    chunk: Chunk, plan: Plan, v: Tensor, *, skip: frozenset[str], retain: bool
+) -> dict[str, Tensor]:
+    """Return the squared norms [B] of all parameters but those in ``skip``.
+
+    Where a rule turns out not to apply, the ledger has the node's own formula from now on.
+    """
+    if skip.issuperset(chunk.graph.parameters.values()):
+        return {}
+    routes = chunk.ledger.routes()
+    try:
+        return sq_norms(
+            chunk.graph,
+            plan.structure.uses,
+            chunk.z,
+            v,
+            plan.shapes.layouts,
+            chunk.count,
+            routes,
+            retain=retain,
+            skip=skip,
+        )
+    finally:
+        chunk.ledger.enter_routes(routes)
+
+
+def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
+    """Return the squared norms [1] of a batch of one sample, by plain autograd."""
+    parameters = chunk.view.parameters
+    if not chunk.flags.right_copies.alone(_key_of_single(chunk, parameters)):
+        return norms_by_loop(chunk, v, parameters)
+    exact = exact_grads(chunk.z, parameters, v, retain=retain)
+    return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
+
+
+def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the squared norms [B] of some parameters' gradients by the loop.
+
+    It makes one forward and backward pass a sample.
+    """
+    view, copies = chunk.view, chunk.flags.right_copies
+    samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, chosen)
+    close = norm_tolerance(view, chunk.ledger, v.device)
+    key = _key_of_single(chunk, chosen)
+    by_sample = []  # [parameters] each
+    for sample in range(chunk.count):
+        norms = copies.sq_norms(samples, sample, view.row(v, sample), key, close)
+        by_sample.append(torch.stack(norms))
+    for note in copies.notes:
+        chunk.ledger.note(note)
+    return dict(zip(chosen, torch.stack(by_sample, 1), strict=True))
+
+
+def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
+    """Return what decides if a sample alone has its gradients, or only beside a copy.
+
+    These are shapes, strides and the program.
+    """
+    leaves = tree_flatten(batch_of(chunk).pick([0]))[0]
+    strides = tuple(
+        (t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided
+    )
+    return strides, chunk.key.program, chunk.key.shared_inputs, tuple(chosen)
+
+
+def norms_refuting_rules(chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the norms by the loop of parameters that the rules now get wrong.
+
+    Of a parameter whose gradient was zero in the proof nothing was proven: where it is not zero any
+    more, the loop says whether its rule is right. Where it is, the rule's values stand, so that the
+    next call has the same bits.
+
+    Args:
+        chunk: the batch.
+        v: the cotangent.
+        norms: of all parameters, as measured.
+    """
+    unsure: dict[str, Tensor] = {}
+    for name, proof in chunk.ledger.parameters.items():
+        if name in norms and not proof.alive and proof.route != "loop" and bool(norms[name].any()):
+            unsure[name] = chunk.view.parameters[name]
+    if not unsure:
+        return {}
+    looped = norms_by_loop(chunk, v, unsure)
+    total = torch.stack([*(dict(norms) | looped).values()]).sum(0)
+    close = norm_tolerance(chunk.view, chunk.ledger, v.device)
+    wrong: dict[str, Tensor] = {}
+    for name, exact in looped.items():
+        if norms_agree(norms[name], exact, total, close):
+            chunk.ledger.parameters[name].alive = True
+        else:
+            chunk.ledger.send_to_loop(name, "zero in the proof, wrong where it is not")
+            wrong[name] = exact
+    return wrong
+
+
+def forward_of(view: ModelView, batch: Batch) -> Forward:
+    """Return the function that runs the model, as it is, on samples of a batch."""
+
+    def forward(samples: Sequence[int]) -> Tensor:
+        with Unfused():
+            return view.forward(batch.pick(samples))
+
+    return forward
+
+
+def norm_tolerance(view: ModelView, ledger: Ledger, device: torch.device) -> float:
+    """Return the relative difference of squared norms that is rounding in the model's precision."""
+    dtypes = {p.dtype for p in view.parameters.values()}
+    if dtypes == {torch.float64} and ledger.dtype is not None:
+        dtypes = {ledger.dtype}  # the model may cast to fewer digits
+    if low_precision(device, dtypes):
+        return 0.1
+    return 1e-8 if dtypes == {torch.float64} else 1e-3

@@ -1,0 +1,127 @@
+"""What metrics refuse: one table of the error, words of its message, and the call."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from metrics_models import PlainCNN, Residual, data, labels, made
+from torch import nn
+
+import fastlr
+from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.metrics import (
+    curvature_rank,
+    distance_from_init,
+    dormant_ratio,
+    effective_rank,
+    feature_rank,
+    gradient_measures,
+    train_grad_norm,
+    trainability,
+    weight_norm,
+)
+
+MODEL, X, Y = made(PlainCNN), data(PlainCNN, 5), labels(PlainCNN, 5)
+RESIDUAL = made(Residual)
+SMALL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4))
+START, ROWS = copy.deepcopy(RESIDUAL.state_dict()), torch.randn(7, 3)
+WITHOUT_HEAD = {name: value for name, value in START.items() if name != "fc.weight"}
+LOST, UNSTARTED = made(PlainCNN), copy.deepcopy(MODEL.state_dict())
+LOST.head.weight.data[0, 0] = math.nan
+DIVERGED = made(PlainCNN)
+DIVERGED.hidden.bias.data[0] = math.inf
+SIGMOID = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())
+GELU = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+OF_ACTIVATIONS = (dormant_ratio, effective_rank, feature_rank)
+
+of_state = partial(distance_from_init, RESIDUAL)
+of_small = partial(trainability, SMALL, ROWS)
+of_losses = partial(train_grad_norm, MODEL, X, Y)
+capacity = partial(fastlr.memorization_capacity, SMALL, ROWS)
+
+CALLS = [
+    (InputError, "not a copy", lambda: of_state(RESIDUAL.state_dict())),
+    (InputError, r"lacks fc\.weight", lambda: of_state(WITHOUT_HEAD)),
+    (InputError, r"has head\.weight, unknown", lambda: of_state({**START, "head.weight": X})),
+    (
+        InputError,
+        r"fc\.bias.*shape \(7,\), the parameter \(4,\)",
+        lambda: of_state({**START, "fc.bias": torch.zeros(7)}),
+    ),
+    (InputError, "state dict or a model", lambda: of_state(3)),
+    (NonFiniteError, r"head\.weight", lambda: weight_norm(LOST)),
+    (NonFiniteError, r"head\.weight", lambda: distance_from_init(LOST, UNSTARTED)),
+    (ModelError, "no trainable", lambda: weight_norm(made(PlainCNN).requires_grad_(False))),
+    (ModelError, "no activations.*also=", lambda: dormant_ratio(SIGMOID, ROWS)),
+    (
+        ModelError,
+        "no ReLU units; its activations are gelu: pass units='all'",
+        lambda: dormant_ratio(GELU, ROWS, units="relu"),
+    ),
+    *((InputError, "empty", partial(of, MODEL, X[:0])) for of in OF_ACTIVATIONS),
+    *((InputError, "no batches", partial(of, MODEL, iter([]))) for of in OF_ACTIVATIONS),
+    *((InputError, "x must be", partial(of, MODEL, 3)) for of in OF_ACTIVATIONS),
+    *((ModelError, "no parameters", partial(of, nn.ReLU(), ROWS)) for of in OF_ACTIVATIONS),
+    (NonFiniteError, r"act \(relu\) are not finite", lambda: dormant_ratio(DIVERGED, X)),
+    (NonFiniteError, "go into head", lambda: effective_rank(DIVERGED, X)),
+    (InputError, "threshold", lambda: dormant_ratio(MODEL, X, threshold=-1.0)),
+    (InputError, "threshold", lambda: dormant_ratio(MODEL, X, threshold=math.nan)),
+    (InputError, "units", lambda: dormant_ratio(MODEL, X, units="tanh")),
+    (InputError, "normalize=False", lambda: dormant_ratio(MODEL, X, signed=True)),
+    (
+        InputError,
+        r"delta must be a finite number in \(0, 1\)",
+        lambda: effective_rank(MODEL, X, delta=1.0),
+    ),
+    (
+        InputError,
+        "epsilon must be a finite number positive",
+        lambda: feature_rank(MODEL, X, epsilon=0.0),
+    ),
+    (InputError, "kind must be", lambda: effective_rank(MODEL, X, kind="stable")),
+    (
+        InputError,
+        "one number for 5 samples.*reduction='none'",
+        lambda: of_losses(lambda z, t: z.sum()),
+    ),
+    (
+        InputError,
+        "does not depend on the output",
+        lambda: of_losses(lambda z, t: z.detach().sum(1)),
+    ),
+    (NonFiniteError, "a loss is not finite", lambda: of_losses(lambda z, t: z.sum(1) * math.inf)),
+    (InputError, "loss must be a function", lambda: of_losses("mse")),
+    (InputError, "instance of a loss, not MSELoss", lambda: of_losses(nn.MSELoss)),
+    (InputError, "batch_size must be", lambda: of_losses(F.cross_entropy, batch_size=0)),
+    (
+        InputError,
+        "unknown measures",
+        lambda: gradient_measures(MODEL, X, Y, F.cross_entropy, measures=["gradient"]),
+    ),
+    (InputError, "steps", lambda: of_small(steps=0)),
+    (InputError, "repeats", lambda: of_small(repeats=0)),
+    (InputError, "learning_rate=0", lambda: of_small(learning_rate=0.0)),
+    (InputError, "give a fastlr.Categorical", lambda: of_small(predictive=fastlr.Categorical)),
+    (NonFiniteError, r"learning_rate=1e\+30", lambda: of_small(learning_rate=1e30)),
+    (InputError, "delta=1", lambda: curvature_rank(SMALL, ROWS, delta=1)),
+    (
+        InputError,
+        "more than 4096 labelings of 7 labels",
+        lambda: capacity(enumerated=True, steps=1),
+    ),
+    (
+        InputError,
+        "more than 4096",
+        lambda: capacity(enumerated=True, steps=1, predictive=fastlr.Gaussian()),
+    ),
+    (InputError, "learning_rate=-1", lambda: capacity(learning_rate=-1)),
+]
+
+
+@pytest.mark.parametrize(("error", "words", "call"), CALLS)
+def test_what_cannot_be_measured_is_named(error, words, call):
+    with pytest.raises(error, match=words):
+        call()
