@@ -210,8 +210,9 @@ class RunFolder:
         inside = [value for value in self.config.values() if isinstance(value, dict)]
         for key in ("machine", "gpu", "device"):
             for place in [self.config, *inside]:
-                if isinstance(place.get(key), str) and place[key] not in ("", "auto"):
-                    return str(place[key])
+                name = place.get(key)
+                if isinstance(name, str) and name not in ("", "auto"):
+                    return name
         return ""
 
 
