@@ -3,13 +3,9 @@
 Few threads keep parallel workers from fighting over cores.
 """
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,13 +30,13 @@ torch.backends.cudnn.allow_tf32 = False  # float32 cases are held to float32's d
 torch.set_num_threads(int(os.environ.get("FASTLR_TEST_THREADS", "1")))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Give each long test half an hour unless it sets its own limit, and order tests by FIRST."""
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
 
-    def rank(item: pytest.Item) -> list[bool]:
+    def rank(item):
         return [
             not item.nodeid.startswith(f"tests/{place}")
             for place in FIRST[bool(item.get_closest_marker("long"))]
@@ -49,20 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """One process more than cores: some wait for the processes that their tests start."""
     return min(8, (os.cpu_count() or 1) + 1)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Begin no test once FASTLR_TEST_SECONDS have passed; ``-rs`` lists those not reached."""
     if time.monotonic() > END:
         pytest.skip(f"not reached in FASTLR_TEST_SECONDS: {item.nodeid}")
 
 
 @pytest.fixture(scope="session")
-def fastlr_data() -> Path:
+def fastlr_data():
     """Return the folder that FASTLR_DATA names; skip the test where it is not set."""
     folder = os.environ.get("FASTLR_DATA")
     if not folder or not Path(folder).is_dir():
@@ -71,7 +67,7 @@ def fastlr_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory) -> str:
+def images(tmp_path_factory):
     """The folder of a store of three classes, 11 training and 5 test images each."""
     from fastlr.experiments.data import synthetic_store
 
@@ -90,7 +86,7 @@ def double():
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def cli(capsys):
     """Return a function that runs a command line and returns what it printed: ``out``, ``err``.
 
     The function takes a line and further arguments.
@@ -100,7 +96,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """
     from fastlr.cli.main import main
 
-    def run(line: str = "", *more: object, code: int = 0, says: str = "") -> Any:
+    def run(line="", *more, code=0, says=""):
         capsys.readouterr()
         assert main([*line.split(), *map(str, more)]) == code
         printed = capsys.readouterr()

@@ -1,7 +1,5 @@
 """The documentation builds without a warning, is complete, and its guides' code runs as printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil
@@ -10,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page):
     return fenced(DOCS / f"{page}.md")
 
 
@@ -54,13 +51,12 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     } <= names
     operations = re.sub(r"<[^>]*>", "", (tmp_path / "operations.html").read_text())
     for kind, about in DESCRIPTIONS.items():
-        assert re.sub(r"Backward\d*$", "", kind) in operations and about.split(",")[0] in operations
+        assert re.sub(r"Backward\d*$", "", kind) in operations
+        assert about.split(",")[0] in operations
     page = (tmp_path / "reference" / "command-line.html").read_text()
     for command in ("rank", "data prepare", "continual"):
-        assert (
-            f"Usage: fastlr {command} " in page
-            and f'id="fastlr-{command.replace(" ", "-")}"' in page
-        )
+        assert f"Usage: fastlr {command} " in page
+        assert f'id="fastlr-{command.replace(" ", "-")}"' in page
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -70,7 +66,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     if page.endswith("language-models"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    names = {}
     ran = 0
     for language, text in blocks(page):
         if language == "python":
@@ -81,10 +77,11 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
                 command, *arguments = shlex.split(line)
                 assert command == "fastlr" and main(arguments) == 0, line
                 ran += 1
-    assert ran >= 1 and not re.search(r"\bnan\b", capsys.readouterr().out)
+    assert ran >= 1
+    assert not re.search(r"\bnan\b", capsys.readouterr().out)
 
 
-def shown_commands() -> Iterator[str]:
+def shown_commands():
     """The commands of ``console`` blocks of guides, and of two pages' blocks without a language."""
     pages = [(page, "console") for page in GUIDES] + [("commands", ""), ("several-gpus", "")]
     for page, language in pages:
@@ -125,7 +122,8 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
         done = subprocess.run(
             command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True
         )
-        assert not done.stderr and main(done.stdout.splitlines()) == 0
+        assert not done.stderr
+        assert main(done.stdout.splitlines()) == 0
         records = (tmp_path / "runs/seed-7/records.jsonl").read_text().splitlines()
         assert [json.loads(line)["kind"] for line in records] == kinds
     assert json.loads((tmp_path / "runs/seed-7/config.json").read_text())["options"]["seed"] == 7

@@ -1,7 +1,5 @@
 """Every example runs as printed, and says what it promises; each is short enough to be read."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
@@ -16,9 +14,11 @@ SAYS = {
     "lightning_trainer": r"after 24 steps: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "huggingface_trainer": r"step 16: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "avalanche_strategy": r"after 3 tasks \(step 72\): [\d.]+ \+- [\d.]+, weight norm [\d.]+",
-    "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*step40.*step120|step120.*step40",
+    "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*"
+    r"step40.*step120|step120.*step40",
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
-    "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ \+- \S+\n.*since the first",
+    "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ "
+    r"\+- \S+\n.*since the first",
 }
 NEEDS = {
     "lightning_trainer": "lightning",

@@ -1,7 +1,5 @@
 """Every figure in docs/interpreting.md stands in the rows of the study that it names."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path
@@ -17,17 +15,20 @@ CLAIMS = [
     for paragraph in PAGE.split("\n\n")
     for claim in re.findall(r"(.*?)\(\*([a-z-]+/[a-z].*?)\*\)", paragraph.replace("\n", " "))
 ]
-SETTINGS = r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|at 500|0\.9 of"
+SETTINGS = (
+    r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|"
+    r"at 500|0\.9 of"
+)
 
 
-def numbers(text: str) -> set[float]:
+def numbers(text):
     return {
         float(number.replace(",", ""))
         for number in re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?", text)
     }
 
 
-def rows(folder: str, table: str) -> dict[str, set[float]]:
+def rows(folder, table):
     """The numbers of a table's rows, by name."""
     lines = csv.reader((ROOT / f"bench/results/cpu/causes/{folder}/{table}.csv").open())
     return {line[0]: numbers(" ".join(line[1:])) for line in lines}
@@ -44,7 +45,7 @@ def test_there_are_claims():
 
 @pytest.mark.parametrize(("claim", "citation"), CLAIMS, ids=[where for _, where in CLAIMS])
 def test_figures_are_in_the_rows_they_name(claim, citation):
-    found: set[float] = set()
+    found = set()
     for part in citation.split("; "):
         place, _, names = part.partition(": ")
         folder, _, tables = place.partition("/")
@@ -61,6 +62,7 @@ def test_the_table_of_networks_is_the_studys():
         for name, row in re.findall(r"^\| ([a-z]+(?:-\w+)*) \|(.*)$", PAGE, re.MULTILINE)
     }
     found = [rows("values", table) for table in ("course", "course_noise", "course_next_task")]
-    assert given.pop("network") == set() and given.keys() == found[0].keys() - {"intervention"}
+    assert given.pop("network") == set()
+    assert given.keys() == found[0].keys() - {"intervention"}
     for name, figures in given.items():
         assert figures <= set().union(*(table[name] for table in found)), name

@@ -1,7 +1,5 @@
 """Rooms of fastlr import in one order, modules in no circles, and ``import fastlr`` stays light."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -14,7 +12,8 @@ import fastlr
 HOME = Path(fastlr.__file__).parent
 # A room imports from those before it, and from itself; __init__ is fastlr with its public names.
 ORDER = """
-errors files ops display distributed ghost inputs estimator metrics models integrations __init__ experiments cli
+errors files ops display distributed ghost inputs estimator metrics models integrations __init__
+experiments cli
 """.split()
 APART = {"__main__", "kernels"}
 LIBRARIES = ("pandas", "scipy", "jinja2", "matplotlib", "rich", "typer")
@@ -22,7 +21,7 @@ HEAVY = (*LIBRARIES, "torch._dynamo", "torch.distributed.fsdp")  # of torch: sec
 
 
 @cache
-def modules() -> dict[str, Path]:
+def modules():
     """Name of each module -> its file."""
     files = [path for path in HOME.rglob("*.py") if path.relative_to(HOME).parts[0] != "kernels"]
     names = [(HOME.name, *path.relative_to(HOME).with_suffix("").parts) for path in files]
@@ -33,12 +32,12 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def imports() -> dict[str, set[str]]:
+def imports():
     """Return, by module, the modules of fastlr that it imports.
 
     Imports at its top, in functions and for type checkers count.
     """
-    targets: dict[str, set[str]] = {}
+    targets = {}
     for name, path in modules().items():
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = [
@@ -53,7 +52,7 @@ def imports() -> dict[str, set[str]]:
     return targets
 
 
-def room(module: str) -> str:
+def room(module):
     return module.split(".")[1] if "." in module else "__init__"
 
 

@@ -1,7 +1,5 @@
 """The source distribution builds a wheel that is complete and installs into a bare environment."""
 
-from __future__ import annotations
-
 import email
 import os
 import shutil
@@ -22,7 +20,7 @@ LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "run
 ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     found = subprocess.run(
         [*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
     )
@@ -31,14 +29,14 @@ def run(*command: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     """(sdist, wheel), the wheel built from the sdist as an installer would."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("not a source tree")
     folder = tmp_path_factory.mktemp("packages")
     source = folder / "source"
 
-    def left_out(path: str, names: list[str]) -> set[str]:
+    def left_out(path, names):
         left = {n for n in names if n in LEFT_OUT or n.endswith((".egg-info", ".so", "_cache"))}
         return left if Path(path) == ROOT else left - {"runs"}
 
@@ -86,7 +84,8 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
     }
     modules |= {f"fastlr/kernels/{p.name}" for p in ROOT.glob("kernels/*.py")}
     assert {name for name in names if name.startswith("fastlr/")} == modules
-    assert metadata["Name"] == "fastlr" and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Name"] == "fastlr"
+    assert metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"models", "logging", "lightning", "huggingface", "avalanche", "docs", "dev"} <= extras
     assert "fastlr = fastlr.cli.main:main" in scripts
@@ -116,10 +115,13 @@ import torch, fastlr, fastlr.kernels
 from pathlib import Path
 home = Path(fastlr.__file__).parent
 assert Path(fastlr.kernels.__file__).parent == home / "kernels", fastlr.kernels.__file__
-print(home, fastlr.__version__, fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8).n)
+found = fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8)
+print(home, fastlr.__version__, found.n)
 """
     home, found, n = run(python, "-W", "error", "-c", script, cwd=tmp_path).split()
-    assert Path(home).parent == place and found == version and n == "8"
+    assert Path(home).parent == place
+    assert found == version
+    assert n == "8"
 
 
 def test_version_of_this_install():

@@ -1,7 +1,5 @@
 """README.md and its pages: Python runs, commands exist, links lead somewhere, table is record."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -16,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 SMALLER = (("(3, 64, 64)", "(3, 32, 32)"), ("n=64", "n=8"), ("n, total = 1000", "n, total = 4"))
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return [text for name, text in fenced(ROOT / "README.md") if name == language]
 
 
@@ -26,12 +24,14 @@ def test_the_python_runs_as_printed():
     They run up to what torchrun would start.
     """
     first, plain = blocks("python")
-    names: dict = {}
+    names = {}
     for text in (first, plain):
         for large, small in SMALLER:
             text = text.replace(large, small)
         exec(compile(text, "README.md", "exec"), names)
-    assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
+    assert names["lr"].n == 8
+    assert names["lr"].value > 0
+    assert names["total"] > 0
     assert all(large in first + plain for large, _ in SMALLER), (
         "what this test makes smaller is there"
     )

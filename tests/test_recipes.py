@@ -1,7 +1,5 @@
 """The guide's commands that reproduce the paper run as they stand, on small data and networks."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shlex
@@ -19,25 +17,26 @@ CONVNET = (
     "norm_batch=8"
 )
 PATCHTST = (
-    'model_kwargs={"patch":8,"stride":8,"layers":1,"width":8,"heads":2,"ffn":12} context=32 horizon=6 device=cpu threads=1 '
-    "batch_size=32 norm_batch=16 redundancy_n=8"
+    'model_kwargs={"patch":8,"stride":8,"layers":1,"width":8,"heads":2,"ffn":12} context=32 '
+    "horizon=6 device=cpu threads=1 batch_size=32 norm_batch=16 redundancy_n=8"
 )
 SIZES = '{"size":24,"widths":[2,2,2],"hidden":4}'
 SMALLER = {  # settings that make a run small, and nothing else
     "continual": f"{CONVNET.format(size=SIZES)} tasks=5 epochs=1 redundancy_n=8 measure_images=8",
-    "transfer": f"{PATCHTST} epochs=2 steps_per_epoch=4 finetune_steps_per_epoch=2 dormant_windows=8 validation_stride=8",
+    "transfer": f"{PATCHTST} epochs=2 steps_per_epoch=4 finetune_steps_per_epoch=2 "
+    "dormant_windows=8 validation_stride=8",
     "memorize vision": f"{CONVNET.format(size=SIZES)} n=32 classes=4 size=24 epochs=5",
     "memorize series": f"{PATCHTST} n=32 epochs=10",
 }
 
 
-def recipe() -> list[str]:
+def recipe():
     """The commands of the guide's console blocks, those of torchrun apart."""
     blocks = re.findall(r"^```console\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("fastlr ")]
 
 
-def small(line: str, seeds: int | None) -> list[str]:
+def small(line, seeds):
     """Return a command's arguments with small images, ``seeds`` seeds and settings of SMALLER.
 
     ``seeds`` None: one run without a queue.
@@ -75,7 +74,7 @@ def data(tmp_path, monkeypatch):
             csv.writer(file).writerows([["date", *table.columns], *rows])
 
 
-def carried_out(lines: list[str], seeds: int | None, capsys) -> dict[str, str]:
+def carried_out(lines, seeds, capsys):
     """Carry out commands one after the other; what each printed."""
     printed = {}
     for line in lines:
@@ -119,4 +118,5 @@ def test_every_recipe_prints_the_papers_tables(data, capsys):
         assert f"Table {number}" in printed["fastlr report runs"]
     assert re.search("Table 3.*max local redundancy", printed["fastlr report transfer"], re.DOTALL)
     memorised = printed["fastlr report vision series"]
-    assert "Bits memorised" in memorised and "Not as in the paper, vision: " in memorised
+    assert "Bits memorised" in memorised
+    assert "Not as in the paper, vision: " in memorised

@@ -15,6 +15,7 @@ import typer
 from torchvision.models import mobilenet_v3_large
 
 from fastlr.cli.main import app
+from fastlr.experiments.continual.options import ContinualOptions, substitutions
 from fastlr.models.patchtst import PatchTST
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,13 @@ def test_sizes_are_those_of_the_networks():
     ]
     sizes.append(sum(p.numel() for p in PatchTST().parameters()))
     assert all(f"{size:,}" in PAGE for size in sizes), sizes
+    named = substitutions(
+        ContinualOptions(), {"classes": 1000, "size": 224, "resize": "squash"}, 3000
+    )
+    assert named == [
+        f"{sizes[0]:,} parameters for 5.47 million "
+        f"(the network's size with 1,000 classes is {sizes[1]:,})"
+    ]
 
 
 def test_predicted_times_follow_from_the_papers():
@@ -134,3 +142,16 @@ def test_readmes_conclusions_are_those_of_the_records():
     )
     for problem in ("random-labels", "class-pairs", "transformer"):  # forced up, none the better
         assert last(problem, "redundancy-floor")[0] < last(problem, "none")[0] + 0.5
+
+
+def test_both_readings_of_the_paper_are_the_records():
+    page = (ROOT / "docs/guides/batch-or-sample.md").read_text()
+    with (SMALL.parent / "readings/readings.csv").open() as file:
+        lines = [f"| {' | '.join(cells)} |" for cells in csv.reader(file)]
+    assert len(lines) == 6 and all(line in page for line in lines)
+    last = {tuple(line.split(" | ")[:2]): line.split(" | ")[-2:] for line in lines}
+    (samples, _), (batch, agreement) = (
+        last["| training gradient norm", kind] for kind in ("samples", "one batch")
+    )
+    assert f"({samples} and {batch})" in page
+    assert f"({agreement.removesuffix(' |')})" in page

@@ -37,3 +37,11 @@ def redundancy_estimator(
 def or_none(value: float) -> float | None:
     """Return a number as JSON has it: None for NaN."""
     return None if math.isnan(value) else value
+
+
+def by_batches(estimate: fastlr.Estimate) -> str:
+    """Say what an estimate is that was made by the gradients of batches; of others nothing."""
+    if estimate.probe != "batch":
+        return ""
+    size = estimate.batch_size
+    return f"; by batches of {size}: {size} ||gradient of the batch's mean||^2"

@@ -56,7 +56,11 @@ def copied(x: Any) -> Any:
 
     Expanded tensors are not copied: torch lets no model write to them.
     """
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not _expanded(t) else t, x)
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and not _expanded(leaf) else leaf
+
+    return tree_map(copy, x)
 
 
 def _expanded(t: Tensor) -> bool:
@@ -69,9 +73,12 @@ def cast_inputs(x: Any, dtype: torch.dtype | None) -> Any:
     """Cast the floating-point tensors of a nested structure."""
     if dtype is None:
         return x
-    return tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x
-    )
+
+    def cast(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats else leaf
+
+    return tree_map(cast, x)
 
 
 def along(x: Any, count: int, in_dim: int) -> list[int]:

@@ -76,7 +76,7 @@ def _of_object(value: Any) -> Sequence[Any]:
         return ()
     parts = [part for named in slots(value) for part in named]
     if issubclass(kind, property):
-        parts += property.fget.__get__(value), property.fset.__get__(value)
+        parts += [vars(property)[name].__get__(value) for name in ("fget", "fset")]
     return [*parts, *_of_dict(instance_dict(value) or {})]
 
 

@@ -134,17 +134,16 @@ class Engine:
         return any(p._backward_hooks for p in self.parameters.values())
 
     def _flags(self) -> tuple:
+        """Return the model's flags of now (see fastlr.ghost.known)."""
         model, kind = self.model, self.view.device.type
-        return (
-            tuple([m.training for m in all_modules(model)]),
-            tuple((n, p.dtype) for n, p in self.parameters.items()),
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-            program.hook_programs(model),
-        )
+        modes = tuple([m.training for m in all_modules(model)])
+        dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return modes, dtypes, autocast, program.hook_programs(model)
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
-        return emptied(caches_of(self.view, self.known, self._flags(), x))
+        return emptied(caches_of(self.view, self.known, self._flags, x))
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.

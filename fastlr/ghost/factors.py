@@ -264,18 +264,12 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     for kind, flag in product((Outer, ComplexOuter), (False, True)):
         same = [f for f in outers if type(f) is kind and f.inputs_first is flag]
         if same:
-            merged.append(
-                replace(
-                    same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)
-                )
-            )
+            a = _joined([f.a for f in same], 2)
+            merged.append(replace(same[0], a=a, g=_joined([f.g for f in same], 2)))
     for shape in dict.fromkeys(f.shape for f in rows):
         alike = [f for f in rows if f.shape == shape]
-        merged.append(
-            replace(
-                alike[0], ids=_joined([f.ids for f in alike], 1), g=_joined([f.g for f in alike], 1)
-            )
-        )
+        ids = _joined([f.ids for f in alike], 1)
+        merged.append(replace(alike[0], ids=ids, g=_joined([f.g for f in alike], 1)))
     return merged
 
 

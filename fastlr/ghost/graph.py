@@ -110,7 +110,7 @@ class Graph:
 
     def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of all outputs of a node."""
-        return tuple(tuple(m.shape) for m in output_metadata(self.nodes[node]))
+        return tuple([tuple(m.shape) for m in output_metadata(self.nodes[node])])
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -257,35 +257,30 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
     graph = Graph([], [], [], {}, [])
-    stack: list[tuple] = [(z.grad_fn, False)]
+    stack: list[tuple] = [(z.grad_fn, None)]
     opened = set()
     while stack:
-        node, done = stack.pop()
-        if done:
-            i = len(graph.nodes)
-            index[node] = i
-            graph.nodes.append(node)
-            name = _kind(node)
-            graph.names.append(name)
-            graph.children.append(
-                tuple((-1, 0) if c is None else (index[c], o) for c, o in node.next_functions)
-            )
-            if name == ACCUMULATE:
-                known = names_of.get(id(node.variable))
-                if known is None:
-                    graph.others.append(i)
-                else:
-                    graph.parameters[i] = known
+        node, inputs = stack.pop()
+        if inputs is None:
+            if node not in opened:
+                opened.add(node)
+                inputs = node.next_functions
+                stack.append((node, inputs))
+                stack += [(c, None) for c, _ in inputs[::-1] if c is not None and c not in opened]
             continue
-        if node in opened:
-            continue
-        opened.add(node)
-        stack.append((node, True))
-        stack.extend(
-            (c, False)
-            for c, _ in reversed(node.next_functions)
-            if c is not None and c not in opened
+        i = index[node] = len(graph.nodes)
+        name = _kind(node)
+        graph.nodes.append(node)
+        graph.names.append(name)
+        graph.children.append(
+            tuple([(-1, 0) if c is None else (index[c], output) for c, output in inputs])
         )
+        if name == ACCUMULATE:
+            known = names_of.get(id(node.variable))
+            if known is None:
+                graph.others.append(i)
+            else:
+                graph.parameters[i] = known
     return graph
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, unexplained
 
 
-def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple[nn.Module, str]]:
+def caches_of(
+    view: ModelView, known: Known, flags: Callable[[], tuple], x: Any
+) -> list[tuple[nn.Module, str]]:
     """Return the dicts of tensors in the model that forward passes of ours run without.
 
     They are caches of what the model's parameters give.
@@ -34,7 +37,7 @@ def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple
         *view.parameters.values(),
         *(t for module, name in caches for t in vars(module)[name].values()),
     ]
-    key = (flags, *((id(t), version(t)) for t in held))
+    key = (flags(), *((id(t), version(t)) for t in held))
     found = known.emptied.get(key)
     if found is None:
         found = known.emptied.put(key, caches if _are_caches(view, caches, x) else [])

@@ -203,10 +203,10 @@ _list("Permute", _permuted, "dims")
 
 def _axes(s: Step, ndim: int, *names: str) -> list[int]:
     """The axes that a node has saved under the first of these names that it has."""
-    saved = next(
-        getattr(s.node, f"_saved_{name}") for name in names if hasattr(s.node, f"_saved_{name}")
-    )
-    return [axis(d, ndim) for d in (saved if isinstance(saved, Sequence) else [saved])]
+    attributes = [f"_saved_{name}" for name in names]
+    saved = next(getattr(s.node, name) for name in attributes if hasattr(s.node, name))
+    several = saved if isinstance(saved, Sequence) else [saved]
+    return [axis(d, ndim) for d in several]
 
 
 def _beside(s: Step) -> Regular | None:
@@ -376,7 +376,12 @@ def product_rows(first: int) -> Keeps:
 
 
 def _matrix_vector(first: int) -> Keeps:
-    return lambda s: elementwise(s) if s.slot < first else s.at(0) if s.slot == first else None
+    def follow(s: Step) -> Regular | None:
+        if s.slot < first:
+            return elementwise(s)
+        return s.at(0) if s.slot == first else None
+
+    return follow
 
 
 _list("Mv", _matrix_vector(0))

@@ -89,8 +89,7 @@ class Chunk:
 
 def input_shapes(x: Any) -> tuple:
     """Return the shapes of all tensors among the inputs."""
-    leaves = tree_flatten(x)[0]
-    return tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in leaves)
+    return tuple([getattr(leaf, "shape", None) for leaf in tree_flatten(x)[0]])
 
 
 def plan_of(chunk: Chunk, *, look: bool) -> Plan:
@@ -407,7 +406,8 @@ def _confirmed_by_marks(
     chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
 ) -> dict[Place, list[Layout]]:
     """Return, where gradients arrive, the layouts that the graph tells and that marks confirm."""
-    told = {place: options[place] if place in rows.known else [] for place in options}
+    told: dict[Place, list[Layout]] = dict.fromkeys(options, [])
+    told |= {place: options[place] for place in rows.known if place in options}
     z, out_dim = chunk.z, chunk.view.out_dim
     return explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
 

@@ -280,20 +280,15 @@ def hook_programs(model: nn.Module) -> tuple:
 
     For each: whose it is, of which kind, and its code without what it was given.
     """
-    registries: list[tuple[int, str, dict | None]] = []
+    found: list[tuple[int, str, dict]] = []
     for module in all_modules(model):
-        registries += [(id(module), kind, vars(module).get(kind)) for kind in _HOOKS]
-        registries += [
-            (id(module), name, p._backward_hooks)
-            for name, p in module._parameters.items()
-            if p is not None
-        ]
+        held = vars(module)
+        found += [(id(module), kind, held[kind]) for kind in _HOOKS if held.get(kind)]
+        for name, p in module._parameters.items():
+            if p is not None and p._backward_hooks:
+                found.append((id(module), name, p._backward_hooks))
     return tuple(
-        [
-            (whose, kind, tuple(map(_program, hooks.values())))
-            for whose, kind, hooks in registries
-            if hooks
-        ]
+        [(whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in found]
     )
 
 

@@ -180,13 +180,19 @@ def _product(
             f"the samples are not along the {'rows' if slot == 1 else 'columns'} of the product"
         )
     saved = getattr(site.node, f"_saved_{left if slot == 1 else right}")
-    operand, g = (t if t.ndim == 3 else t[None] for t in (saved, site.g))
-    if slot == 0:
-        operand, g = operand.mT, g.mT
-    a, g = (site.split(t, 1).movedim(1, 2) for t in (operand, g))  # [B, N, rows of a sample, .]
+    g = site.g
+    a, g = (saved, g) if slot == 1 else (saved.mT, g.mT)
+    a, g = _rows_of_groups(site, a), _rows_of_groups(site, g)
     if g.is_complex():
         return ComplexOuter(a.to(g.dtype).conj(), g, tuple(shape), inputs_first=slot == 1)
     return Outer(a, g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
+
+
+def _rows_of_groups(site: Site, t: Tensor) -> Tensor:
+    """The rows of each sample: [rows, k] or [N, rows, k] -> [B, N, rows of a sample, k]."""
+    if t.ndim == 2:
+        return site.split(t, 0).unsqueeze(1)
+    return site.split(t, 1).movedim(1, 2)
 
 
 @rule(

@@ -92,9 +92,8 @@ def read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     They come from one device; None stays None.
     """
     there = [first, *(t.to(first.device) for t in others if t is not None)]
-    parts = iter(
-        torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there])
-    )
+    joined = torch.cat([t.detach().double() for t in there])
+    parts = iter(joined.cpu().split(list(map(len, there))))
     return tuple(None if t is None else next(parts) for t in (first, *others))
 
 

@@ -51,7 +51,7 @@ class Regular:
 
         The result is [B, outer*inner, other axes in order].
         """
-        t = t.movedim(dim, 0)
+        t = t.movedim(dim, 0) if dim else t
         rest = t.shape[1:]
         if self.outer == 1:
             return t.reshape(count, self.inner, *rest)
@@ -113,12 +113,10 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
         if size % count:
             continue
         rest = size // count
-        small = (
-            [k for k in range(1, math.isqrt(rest) + 1) if rest % k == 0] if rest <= 1 << 16 else [1]
-        )
-        layouts += [
-            Regular(dim, k, rest // k) for k in sorted({*small, *(rest // k for k in small)})
-        ]
+        most = math.isqrt(rest) if rest <= 1 << 16 else 1
+        small = [k for k in range(1, most + 1) if rest % k == 0]
+        divisors = sorted({*small, *(rest // k for k in small)})
+        layouts += [Regular(dim, k, rest // k) for k in divisors]
     return layouts
 
 
@@ -144,8 +142,11 @@ def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
         dtypes: in which the gradients are on their way.
         tolerance: of a row's factor, relative.
     """
-    sizes = [4 * torch.finfo(d).tiny * (1 if d == torch.float16 else 1 / tolerance) for d in dtypes]
-    return max(sizes, default=0.0)
+    largest = 0.0
+    for dtype in dtypes:
+        tiny = 4 * torch.finfo(dtype).tiny
+        largest = max(largest, tiny if dtype == torch.float16 else tiny * (1 / tolerance))
+    return largest
 
 
 OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph

@@ -11,13 +11,21 @@ from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.metrics.activations import MEASURES as ACTIVATIONS
 from fastlr.metrics.activations import activation_measures
-from fastlr.metrics.gradients import BATCH, Loss, batch_gradient_norm, gradient_measures
+from fastlr.metrics.gradients import (
+    BATCH,
+    Loss,
+    batch_gradient_norm,
+    gradient_measures,
+    gradient_noise_scale,
+)
 from fastlr.metrics.gradients import MEASURES as GRADIENTS
+from fastlr.metrics.probes import curvature_rank, trainability
 from fastlr.metrics.value import Measure, check_known
 from fastlr.metrics.weights import OF_PARAMETERS, distance_from_init
 from fastlr.ops.model_lock import locks_model
 
-MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS)
+NOISE_SCALE, TRAINABILITY, CURVATURE = "gradient_noise_scale", "trainability", "curvature_rank"
+MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS, NOISE_SCALE, TRAINABILITY, CURVATURE)
 
 
 @locks_model
@@ -30,6 +38,7 @@ def measures(
     loss: Loss | None = None,
     init_state: Mapping[str, Tensor] | nn.Module | None = None,
     tau: float = 0.1,
+    repeats: int = 3,
     output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
@@ -38,17 +47,20 @@ def measures(
 
     One forward pass serves all measures of activations and the norm of the batch gradient, whose
     backward pass goes back over it; the norms of the samples' gradients take a forward and a
-    backward pass of their own.
+    backward pass of their own. So does each of "gradient_noise_scale", "trainability" (which trains
+    a copy) and "curvature_rank" (which goes back once a sample).
 
     Args:
         model: any nn.Module.
         names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures`
-            and of `gradient_measures`, with their default options but for ``tau``.
+            and of `gradient_measures`, "gradient_noise_scale", "trainability" and
+            "curvature_rank", with their default options but for ``tau`` and ``repeats``.
         x: real inputs, for the measures of activations and gradients.
         y: their labels, for those of gradients.
         loss: as for `train_grad_norm`, for those of gradients.
         init_state: as for `distance_from_init`.
         tau: threshold of "dormant_ratio_tau".
+        repeats: of "trainability".
         output: picks the output tensor, as in `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
@@ -69,6 +81,8 @@ def measures(
         ['feature_rank', 'weight_norm']
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
+    axes = {"in_dim": in_dim, "out_dim": out_dim}
+    _refuse_other_axes([name for name in names if name in (TRAINABILITY, CURVATURE)], **axes)
     results: dict[str, Measure] = {}
     for name in names:
         if name == "distance_from_init":
@@ -94,8 +108,14 @@ def measures(
         )
     if gradients:
         assert loss is not None
-        axes = {"in_dim": in_dim, "out_dim": out_dim}
         results |= gradient_measures(model, x, y, loss, measures=gradients, output=output, **axes)
+    if NOISE_SCALE in names:
+        assert loss is not None
+        results[NOISE_SCALE] = gradient_noise_scale(model, x, y, loss, output=output, **axes)
+    if TRAINABILITY in names:
+        results[TRAINABILITY] = trainability(model, x, repeats=repeats, output=output)
+    if CURVATURE in names:
+        results[CURVATURE] = curvature_rank(model, x, output=output)
     return {name: results[name] for name in names}
 
 
@@ -104,8 +124,8 @@ def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state
     if isinstance(names, str):
         raise InputError(f"measures must be a list of names: [{names!r}]")
     check_known(names, MEASURES)
-    gradients = [name for name in names if name in GRADIENTS]
-    data = [name for name in names if name in ACTIVATIONS] + gradients
+    gradients = [name for name in names if name in (*GRADIENTS, NOISE_SCALE)]
+    data = [name for name in names if name not in OF_PARAMETERS and name != "distance_from_init"]
     if data and x is None:
         raise InputError(f"{data[0]} is measured on real inputs: pass x=")
     if gradients and (y is None or loss is None):
@@ -116,4 +136,13 @@ def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state
         raise InputError(
             "distance_from_init needs init_state=: copy.deepcopy(model.state_dict()), taken right "
             "after the model was made"
+        )
+
+
+def _refuse_other_axes(names: Collection[str], in_dim: int, out_dim: int) -> None:
+    """Raise InputError where measures that take samples along axis 0 get them along another."""
+    if names and (in_dim, out_dim) != (0, 0):
+        raise InputError(
+            f"{next(iter(names))} takes samples along axis 0 only, not in_dim={in_dim} and "
+            f"out_dim={out_dim}: leave it out, or give a model and inputs whose samples are there"
         )

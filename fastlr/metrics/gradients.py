@@ -210,7 +210,7 @@ def gradient_noise_scale(
     Returns:
         Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are
         needed). ``details``: "n", "stderr" (None where it cannot be told), "trace" and
-        "grad_sq_norm", the two estimates, in loss^2 / weight^2.
+        "grad_sq_norm", the two estimates, in loss^2 / weight^2, and "reason" where it is inf.
 
     Raises:
         InputError: fewer than two groups, or fewer samples than two for each. Others: as for
@@ -246,7 +246,11 @@ def gradient_noise_scale(
     if square > 0 and all(s > 0 for _, s in without):
         left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
-    details = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
+    details: dict[str, Any] = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
+    if square <= 0:
+        details["reason"] = (
+            f"the mean gradient of {n} samples cannot be told from zero: more samples are needed"
+        )
     definition = (
         "gradient noise scale: trace of the gradients' covariance over the squared norm of their "
         "mean, eval mode"

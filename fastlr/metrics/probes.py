@@ -157,7 +157,8 @@ def memorization_capacity(
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
             trainable parameters.
 
-    Source: paper, equation 6, Theorem 3.2 and Proposition 3.5.
+    Source: paper, equation 6, Theorem 3.2 and Proposition 3.5. Equation 6 draws the labels from the
+    model's own prediction; here they are uniform, as those of its section 4.3.
 
     Example:
         >>> import torch, fastlr

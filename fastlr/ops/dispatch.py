@@ -138,7 +138,7 @@ def backend_for(*args: Any) -> str:
     """The backend that an op on these arguments is first asked of."""
     if _choice.backend is not None:
         return _choice.backend
-    return "triton" if _on_gpu(args) and has_triton() else "torch"
+    return "triton" if has_triton() and _on_gpu(args) else "torch"
 
 
 def run(name: str, *args: Any) -> Any:

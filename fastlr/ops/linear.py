@@ -48,10 +48,11 @@ def square_sum(t: Tensor) -> Tensor:
     """
     t = t.flatten(1)
     whole = t.shape[1] // RUN * RUN
-    runs = t[:, :whole].unflatten(1, (-1, RUN)) if whole else t[:, None]
-    total = torch.linalg.vector_norm(runs, dim=2).double().square().sum(1)
-    if 0 < whole < t.shape[1]:
-        total += torch.linalg.vector_norm(t[:, whole:], dim=1).double().square()
+    rest = t[:, whole:] if whole else t
+    total = torch.linalg.vector_norm(rest, dim=1).double().square()
+    if whole:
+        runs = t[:, :whole].unflatten(1, (-1, RUN))
+        total += torch.linalg.vector_norm(runs, dim=2).double().square().sum(1)
     if t.device.type == "cpu" and t.dtype == torch.float32 and bool((faint := total < FAINT).any()):
         total[faint] = torch.linalg.vector_norm(t[faint], dim=1, dtype=torch.float64).square()
     return total
@@ -89,8 +90,14 @@ def linear_sq_norms(
         small, large = (a, g) if outputs >= inputs else (g, a)
         copied = 0 if a.dtype == g.dtype == raised(g).dtype else copied
         ranges = chunks(count, max(groups * inputs * outputs, copied), CACHED if on_cpu else None)
-        parts = [square_sum(raised(small[lo:hi]).mT @ raised(large[lo:hi])) for lo, hi in ranges]
+        parts = [_of_product(raised(small[lo:hi]), raised(large[lo:hi])) for lo, hi in ranges]
     return torch.cat(parts)
+
+
+def _of_product(small: Tensor, large: Tensor) -> Tensor:
+    """Sum of squares of each sample's products small^T large, of [B, N, T, .] both: [B]."""
+    product = torch.bmm(small.flatten(0, 1).mT, large.flatten(0, 1))
+    return square_sum(product.view(len(small), -1))
 
 
 def column_sq_norms(

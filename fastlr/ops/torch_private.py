@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
+from fastlr.ops.model_lock import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
@@ -456,16 +457,19 @@ def fully_sharded(module: nn.Module) -> bool:
 
     The parameters of other modules in it may be sharded, too.
     """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = _fully_sharded_class()
     return kind is not None and issubclass(type(module), kind)
 
 
 def holds_fully_sharded(model: nn.Module) -> bool:
-    """Return True if ``fully_shard`` was applied to a part of a model.
+    """Return True if ``fully_shard`` was applied to a part of a model."""
+    kind = _fully_sharded_class()
+    return kind is not None and any([issubclass(type(m), kind) for m in all_modules(model)])
 
-    The answer comes at once where its package was never imported.
-    """
-    return "torch.distributed.fsdp" in sys.modules and any(map(fully_sharded, model.modules()))
+
+def _fully_sharded_class() -> type | None:
+    """The class that ``fully_shard`` gives modules; None where its package was never imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def fully_shard_state(module: nn.Module) -> Any:

@@ -1,7 +1,5 @@
 """The counter of packed statements counts what its definitions say, and fails over a limit."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import reading

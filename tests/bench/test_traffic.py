@@ -1,7 +1,5 @@
 """Counted launches and bytes are those that can be worked out by hand."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -14,7 +12,7 @@ from bench import traffic
 pytest.importorskip("triton")
 
 
-def test_operations_and_views() -> None:
+def test_operations_and_views():
     counted = traffic.Traffic()
     x, row = torch.ones(4, 6), torch.ones(6).expand(4, 6)
     with traffic._Operations(counted):
@@ -23,21 +21,18 @@ def test_operations_and_views() -> None:
         (x + row).sum()
         x.add_(1.0)
     assert dict(counted.launches) == {"add": 1, "sum": 1, "add_": 1}
-    assert (
-        counted.bytes["add"] == 4 * (24 + 6 + 24)
-        and counted.bytes["sum"] == 4 * 25
-        and counted.bytes["add_"] == 4 * 24
-    )
+    assert counted.bytes["add"] == 4 * (24 + 6 + 24)
+    assert counted.bytes["sum"] == 4 * 25
+    assert counted.bytes["add_"] == 4 * 24
 
 
-def test_a_chunk_of_a_small_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chunk_of_a_small_network(monkeypatch, capsys):
     model = nn.Sequential(
         nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
     ).eval()
     counted = traffic.chunk_traffic(model, fastlr.ShapeImages((3, 8, 8)), 4, torch.bfloat16)
-    assert counted.launches["fold_weights_kernel"] == 1 and counted.launches["paint_kernel"] == 1
+    assert counted.launches["fold_weights_kernel"] == 1
+    assert counted.launches["paint_kernel"] == 1
     # read x [4, 3, 64] and the folded weight and bias, write the output [4, 8, 64]
     (name,) = [
         name
@@ -48,11 +43,12 @@ def test_a_chunk_of_a_small_network(
     assert torch.equal(torch.empty(2).fill_(1.0), torch.ones(2)), "all is as before"
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64", "--dtype", "fp32"]
     )
     traffic.main()
     out = capsys.readouterr().out
-    assert "fold_weights_kernel" in out and "predicted, not measured" in out
+    assert "fold_weights_kernel" in out
+    assert "predicted, not measured" in out
     assert max(map(len, out.splitlines())) <= 80

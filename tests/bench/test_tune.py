@@ -1,9 +1,6 @@
 """Tuning tries and takes block sizes by a stand-in clock; kernels launch with the table's."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from fastlr.ops.block import Block, Loaded
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def asked(**shape: int) -> tuple[str, tuning.Asked]:
+def asked(**shape):
     """What the forward kernel of a pointwise convolution asks."""
     from fastlr.kernels.folded_pointwise import forward_tile
 
@@ -27,11 +24,13 @@ def asked(**shape: int) -> tuple[str, tuning.Asked]:
     return key, what
 
 
-def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
-    (a, of_a), (b, of_b), (c, of_c) = asked(), asked(outputs=128), asked(inputs=64)
+def test_the_fastest_that_is_right_is_taken_where_it_saves_enough():
+    (a, of_a) = asked()
+    (b, of_b) = asked(outputs=128)
+    (c, of_c) = asked(inputs=64)
     warps = of_a.tile.num_warps
 
-    def clock(key: str, fields: dict[str, int]) -> float | None:
+    def clock(key, fields):
         if key == c:
             # Without the rule's own there is nothing to compare with.
             return None if not fields else 0.1
@@ -48,13 +47,11 @@ def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
     assert found == {a: {"num_warps": warps * 2}}
 
 
-def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
+def test_eight_configurations_are_tried_that_the_kernel_may_have():
     _, what = asked()
     tried = tune.candidates(what)
-    assert (
-        tried[0] == {}
-        and len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
-    )
+    assert tried[0] == {}
+    assert len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
     assert all(set(fields) <= set(what.free) for fields in tried)
     for fields in tried[1:]:
         assert what.tile._replace(**fields) != what.tile
@@ -64,14 +61,14 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
 
 
 def test_kernels_are_launched_with_the_block_sizes_of_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
     given = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))
 
-    def launched() -> tuple[int, int]:
-        found: list[dict[str, Any]] = []
+    def launched():
+        found = []
         with traffic.noted(lambda kernel, args, options: found.append(options)):
             ops.run("folded_conv", *given)
         return found[0]["POSITIONS"], found[0]["num_warps"]
@@ -87,7 +84,7 @@ def test_kernels_are_launched_with_the_block_sizes_of_the_table(
         assert launched() == (before[0], 2), "what is tried is tried alone"
 
 
-def test_the_table_has_fields_that_their_kernels_may_have() -> None:
+def test_the_table_has_fields_that_their_kernels_may_have():
     from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 
     modules = {
@@ -97,4 +94,5 @@ def test_the_table_has_fields_that_their_kernels_may_have() -> None:
     for entries in tuning.table().values():
         for key, fields in entries.items():
             module, _, rule = key.partition("(")[0].partition(".")
-            assert fields and set(fields) <= set(getattr(modules[module], rule).free)
+            assert fields
+            assert set(fields) <= set(getattr(modules[module], rule).free)

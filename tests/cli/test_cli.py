@@ -1,7 +1,5 @@
 """The command line: results, one-line errors and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -107,7 +105,9 @@ def test_pictures_and_support(cli):
         assert name in out
         extrema = Image.open(name).convert("L").getextrema()
         assert extrema[1] - extrema[0] > 50
-    assert "Convolution" in out and "Addmm" in out and "4 parameters" in out
+    assert "Convolution" in out
+    assert "Addmm" in out
+    assert "4 parameters" in out
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,8 @@ def test_model_errors_are_one_line_and_exit_1(refused):
 
 def test_traceback_on_request(cli, refused):
     error = cli("estimate cli_nets:broken --traceback", *BASE, code=1).err
-    assert "Traceback" in error and "RuntimeError: the forward pass" in error
+    assert "Traceback" in error
+    assert "RuntimeError: the forward pass" in error
     assert error.splitlines()[-1].startswith("error: ")
     refused(
         "estimate cli_nets:broken",
@@ -160,9 +161,7 @@ def test_traceback_on_request(cli, refused):
 def test_version_and_help(cli):
     assert cli("--version").out.startswith("fastlr ")
     commands = re.findall(r"^│ (\w+) ", cli("--help").out, re.MULTILINE)
-    newcomers, runs = (
-        ["estimate", "rank", "demo", "doctor", "bench"],
-        ["continual", "transfer", "memorize", "sweep"],
-    )
+    newcomers = ["estimate", "rank", "demo", "doctor", "bench"]
+    runs = ["continual", "transfer", "memorize", "sweep"]
     assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
     cli(code=2)

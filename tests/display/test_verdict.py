@@ -1,7 +1,5 @@
 """The verdict's rule against scipy and simulations, and its words in every case."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -80,10 +78,12 @@ def test_images_are_paired_where_their_values_were_kept():
         for row, error in zip(rows, errors, strict=True)
     ]
     found = change(kept[:3], kept[3:])
-    assert found.moved == -1 and found.paired
+    assert found.moved == -1
+    assert found.paired
     apart = [reading._replace(per_image=None) for reading in kept]
     found = change(apart[:3], apart[3:])
-    assert found.moved == 0 and not found.paired
+    assert found.moved == 0
+    assert not found.paired
 
 
 def test_the_paired_error_is_that_of_other_images():
@@ -119,7 +119,8 @@ def test_a_fall_names_its_blocks():
         "The fall is largest in body (85 %) and head (15 %); 48 of 192 units (25 %) are dormant."
         in told
     )
-    assert told.endswith("(docs/interpreting.md).") and "L2 to init" in told
+    assert told.endswith("(docs/interpreting.md).")
+    assert "L2 to init" in told
     late = measurements([70, 71, 69], blocks=BLOCKS)
     assert "L2 to init" not in verdict((early, late), 6)  # more than half is left
 

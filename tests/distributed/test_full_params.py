@@ -1,7 +1,5 @@
 """Models under fully_shard measure as the unsharded model does, and train on unaffected."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -17,7 +15,7 @@ import fastlr
 TOLD_APART = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
-def unsharded(weights) -> torch.nn.Module:
+def unsharded(weights):
     model = work.tokens_model()
     model.load_state_dict({name: torch.from_numpy(values) for name, values in weights.items()})
     return model
@@ -35,10 +33,12 @@ def close(got, want):
 def test_measurements_within_a_training(whole):
     results = good(run_ranks(2, work.training, whole))
     for rank, each in enumerate(results):
-        assert each["as before"] and each["same training"]
+        assert each["as before"]
+        assert each["same training"]
         assert each["proofs"] <= 3, "those of the first measurements serve the others"
         close(each["in the midst"], work.norms(work.tokens_model(), work.batch(3, rank)))
-        assert each["values"] == results[0]["values"] and len(set(each["values"])) == 2
+        assert each["values"] == results[0]["values"]
+        assert len(set(each["values"])) == 2
         assert each["values"][2] == each["values"][3], "nothing moved between the parts of a step"
         want = fastlr.estimate(
             unsharded(each["weights"]), work.DRAWN, 7, predictive=work.PREDICTIVE, batch_size=2
@@ -59,17 +59,16 @@ def test_parameters_on_demand():
         "No space left on device): let the environment variable TMPDIR name a folder",
     )
     for each in good(run_ranks(2, work.one_by_one)):
-        assert all(each["here", True]) and not any(each["here", False])
+        assert all(each["here", True])
+        assert not any(each["here", False])
         for whole, demanded in zip(each[True], each[False], strict=True):
             for a, b in zip(tree_leaves(whole), tree_leaves(demanded), strict=True):
                 rtol, atol = (0, 0) if TOLD_APART else (1e-4, 1e-6)
                 torch.testing.assert_close(
                     a, b, rtol=rtol, atol=atol, msg=lambda text: f"the same bits: {text}"
                 )
-        assert (
-            not each["notes", True][1:]
-            and "in memory only while it was used" in each["notes", False][1]
-        )
+        assert not each["notes", True][1:]
+        assert "in memory only while it was used" in each["notes", False][1]
         assert each["by itself"] == each["notes", False], (
             "too little memory on one rank is too little"
         )
@@ -140,14 +139,16 @@ def test_a_model_on_some_of_the_ranks():
     says = "the ranks that share this estimate are not those of the sharded model"
     assert says in other
     for value, said in (first, third):
-        assert value == pytest.approx(want, rel=1e-6) and says in said
+        assert value == pytest.approx(want, rel=1e-6)
+        assert says in said
 
 
 @pytest.mark.long
 def test_a_rank_that_was_killed_is_an_error():
     said, gone = run_ranks(2, work.killed)
     assert isinstance(gone, Ended)
-    assert said[0].startswith("DistributedError: ") and said[1] < 30
+    assert said[0].startswith("DistributedError: ")
+    assert said[1] < 30
 
 
 @pytest.mark.long
@@ -167,5 +168,6 @@ def test_transformers(name, mesh):
     value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
     for each in good(run_ranks(math.prod(mesh), work.language_models, name, mesh)):
         close(each["norms"], want)
-        assert each["value"] == pytest.approx(value, rel=1e-5) and each["as before"]
+        assert each["value"] == pytest.approx(value, rel=1e-5)
+        assert each["as before"]
         assert each["on demand"], "the same bits"

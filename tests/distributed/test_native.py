@@ -3,8 +3,6 @@
 nvcc compiles for every architecture, with no GPU present.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -87,8 +85,10 @@ def test_without_torch_the_part_for_the_cpu_is_built(monkeypatch, setup_module_o
     pytest.importorskip("pybind11")
     monkeypatch.setitem(sys.modules, "torch", None)
     (made,) = setup_module_of_fastlr.extension()["ext_modules"]
-    assert made.sources and all(source.endswith(".cpp") for source in made.sources)
-    assert isinstance(made.extra_compile_args, list) and not made.libraries
+    assert made.sources
+    assert all(source.endswith(".cpp") for source in made.sources)
+    assert isinstance(made.extra_compile_args, list)
+    assert not made.libraries
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

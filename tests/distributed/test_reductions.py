@@ -3,8 +3,6 @@
 This holds on every route, on every rank and in every run.
 """
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
 
@@ -36,12 +34,12 @@ def test_all_checks(ranks, prefer):
     before = left_behind()
     results = good(run_ranks(ranks, work.all_checks, prefer, "cpu", 1 << 16))
     assert left_behind() == before
-    assert {each["route"][0] for each in results} == {prefer} and len(
-        {each["route"] for each in results}
-    ) == 1
+    assert {each["route"][0] for each in results} == {prefer}
+    assert len({each["route"] for each in results}) == 1
     for each in results:
         assert each["sums"] == [], "not the fixed-order sum rounded once"
-        assert each["special"] == [] and each["layouts"] == []
+        assert each["special"] == []
+        assert each["layouts"] == []
         norms_are_right(each["norms"], results[0]["norms"])
         nothing_else_is_added(each["refused"])
         errors_are_those_of_one_rounding(each["errors"], ranks)
@@ -57,17 +55,22 @@ def test_all_checks(ranks, prefer):
 
 def norms_are_right(norms, first):
     assert norms["got"][0] == pytest.approx(norms["want"], rel=1e-13)
-    assert norms["got"] == first["got"] and norms["got"][0] == norms["got"][1]
+    assert norms["got"] == first["got"]
+    assert norms["got"][0] == norms["got"][1]
     assert norms["want"] == pytest.approx(norms["float64"], rel=1e-6)
     assert norms["small buckets"] == pytest.approx(norms["want"], rel=1e-13)
     value, want, *about = norms["one"]
-    assert value == pytest.approx(want, rel=1e-13) and about == ["torch.float64", 0, "cpu"]
-    assert norms["none"] == 0 and norms["unchanged"]
+    assert value == pytest.approx(want, rel=1e-13)
+    assert about == ["torch.float64", 0, "cpu"]
+    assert norms["none"] == 0
+    assert norms["unchanged"]
 
 
 def nothing_else_is_added(refused):
-    assert "torch.int64" in refused["integers"] and "torch.complex64" in refused["complex"]
-    assert "sparse" in refused["sparse"] and "not list" in refused["a list"]
+    assert "torch.int64" in refused["integers"]
+    assert "torch.complex64" in refused["complex"]
+    assert "sparse" in refused["sparse"]
+    assert "not list" in refused["a list"]
     assert all(text.startswith("InputError: ") for text in refused.values())
 
 
@@ -89,7 +92,8 @@ def errors_are_those_of_one_rounding(errors, ranks):
 def test_a_killed_rank_is_an_error_within_the_limit(ranks, when, prefer):
     before, limit = left_behind(), 2.0
     results = run_ranks(ranks, work.one_is_killed, when, prefer, limit)
-    assert isinstance(results[1], Ended) and "-9" in str(results[1])
+    assert isinstance(results[1], Ended)
+    assert "-9" in str(results[1])
     for rank, (said, seconds) in ((r, x) for r, x in enumerate(results) if r != 1):
         assert said.startswith("DistributedError: "), (rank, said)
         assert "rank 1" in said or prefer == "torch.distributed", (rank, said)
@@ -102,7 +106,8 @@ def test_a_rank_that_does_not_come_in_time():
     results = good(run_ranks(3, work.one_is_stopped, 0.5))
     for rank in (0, 2):
         said, seconds, spoilt = results[rank]
-        assert "rank 1 did not arrive at a reduction within 0.5 s" in said[0] and 0.3 < seconds < 5
+        assert "rank 1 did not arrive at a reduction within 0.5 s" in said[0]
+        assert 0.3 < seconds < 5
         assert "has failed before" in said[1]
         assert spoilt, "what was not added up must not look like a sum"
     assert any("rank 1 did not arrive" in text for text in results[1][0])
@@ -117,17 +122,16 @@ def test_ranks_that_call_different_reductions():
 @built
 def test_an_interrupt_gets_through():
     results = good(run_ranks(2, work.interrupted))
-    assert results[0][0].startswith("KeyboardInterrupt") and results[0][1] < 2.5
+    assert results[0][0].startswith("KeyboardInterrupt")
+    assert results[0][1] < 2.5
     assert "rank 0" in results[1][0]
 
 
 def test_options_are_checked():
     for timeout, prefer, size, meta, differ, member in good(run_ranks(2, work.options_that_differ)):
-        assert (
-            "timeout must be" in timeout
-            and "prefer must be" in prefer
-            and "buffer_bytes must be" in size
-        )
+        assert "timeout must be" in timeout
+        assert "prefer must be" in prefer
+        assert "buffer_bytes must be" in size
         assert "not on meta" in meta
         assert "ranks differ in prefer" in differ
         assert "not in the group" in member
@@ -136,7 +140,8 @@ def test_options_are_checked():
 @pytest.mark.parametrize("who", [0, 1])
 def test_without_the_extension_on_one_rank(who):
     for (name, why), right in good(run_ranks(2, work.without_the_extension, who)):
-        assert name == "torch.distributed" and f"rank {who}: fastlr._C is not built" in why
+        assert name == "torch.distributed"
+        assert f"rank {who}: fastlr._C is not built" in why
         assert "pip install --no-build-isolation -e ." in why
         assert right
 
@@ -170,15 +175,16 @@ def test_on_gpus(ranks):
     """The same checks pass through CUDA IPC; processes share GPUs that are fewer than the ranks."""
     results = good(run_ranks(ranks, work.all_checks, "extension", "cuda", limit=300))
     for each in results:
-        assert each["route"][0] == "extension" and "CUDA IPC" in each["route"][1]
+        assert each["route"][0] == "extension"
+        assert "CUDA IPC" in each["route"][1]
         assert each["sums"] == each["special"] == each["layouts"] == []
         norms = each["norms"]
         assert norms["got"][0] == norms["got"][1] == pytest.approx(norms["want"], rel=1e-13)
-        assert each["errors"]["fastlr"] < 2.0**-9 and "CUDA graph" in each["capture"]
+        assert each["errors"]["fastlr"] < 2.0**-9
+        assert "CUDA graph" in each["capture"]
         assert all(each["ddp"][how]["not the mean"] == 0 for how in each["ddp"])
-        assert (
-            not math.isnan(each["ddp"]["float32"]["gap"]) and each["ddp"]["float32"]["gap"] < 1e-4
-        )
+        assert not math.isnan(each["ddp"]["float32"]["gap"])
+        assert each["ddp"]["float32"]["gap"] < 1e-4
     assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1
 
 

@@ -1,7 +1,5 @@
 """Estimates shared by ranks equal one process's; errors reach every rank; no rank hangs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,7 +22,7 @@ ESTIMATE = "estimate nets:net --inputs noise --size 8 -n 40 --batch-size 6 --dev
 
 
 @cache
-def alone(name: str) -> fastlr.Estimate:
+def alone(name):
     return fastlr.estimate(work.mlp(), work.Drawn(), seed=3, **work.CASES[name])
 
 
@@ -37,7 +35,8 @@ def test_any_number_of_ranks_gives_the_same(ranks):
             different = {key for key in each[name] if each[name][key] != results[0][name][key]}
             assert different <= {"seconds", "seen", "rank"}, (name, different)
         first, second, after = each["kept"]["values"]
-        assert first != second and second == pytest.approx(after, rel=1e-12)
+        assert first != second
+        assert second == pytest.approx(after, rel=1e-12)
         changed = work.mlp()
         with torch.no_grad():
             changed[3].weight.mul_(2)
@@ -48,9 +47,11 @@ def test_any_number_of_ranks_gives_the_same(ranks):
 
 def same_as_alone(name, got, ranks):
     want = alone(name)
-    assert got["n"] == want.n and got["inputs_used"] == want.inputs_used
+    assert got["n"] == want.n
+    assert got["inputs_used"] == want.inputs_used
     if "batch_size" in work.CASES[name]:
-        assert got["per_sample"] == want.per_sample.tolist() and got["value"] == want.value
+        assert got["per_sample"] == want.per_sample.tolist()
+        assert got["value"] == want.value
     assert got["per_sample"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
     assert got["value"] == pytest.approx(want.value, rel=1e-12)
     assert got["stderr"] == pytest.approx(want.stderr, rel=1e-9)
@@ -93,10 +94,8 @@ def test_a_killed_rank():
     results = run_ranks(2, work.killed, 1.0)
     assert isinstance(results[1], Ended)
     said, seconds = results[0]
-    assert (
-        said.startswith("DistributedError: rank 0: rank 1 did not arrive within 1 s: every rank")
-        and seconds < 6
-    )
+    assert said.startswith("DistributedError: rank 0: rank 1 did not arrive within 1 s: every rank")
+    assert seconds < 6
 
 
 def test_ranks_must_measure_the_same():
@@ -106,12 +105,12 @@ def test_ranks_must_measure_the_same():
     assert n.startswith(
         "InputError: ranks 0 and 1 differ in what they measure: total is 20 and 21; "
     )
-    assert "seed is 0 and 1" in seed and "predictive is" in predictive and "inputs is" in inputs
-    assert (
-        "differ in the model: 3.bias is" in weights
-        and "1.running_mean is" in buffers
-        and "broadcast" in buffers
-    )
+    assert "seed is 0 and 1" in seed
+    assert "predictive is" in predictive
+    assert "inputs is" in inputs
+    assert "differ in the model: 3.bias is" in weights
+    assert "1.running_mean is" in buffers
+    assert "broadcast" in buffers
 
 
 def test_one_rank_alone_is_told():
@@ -119,16 +118,16 @@ def test_one_rank_alone_is_told():
     assert first["plain"] == 10, "without sharded(), one rank measures alone"
     assert "rank 1 did not arrive within 1 s: every rank of the group must enter" in first["error"]
     assert 1 <= first["seconds"] < 6
-    assert len(first["warned"]) == 1 and first["warned"][0].startswith(
-        "waiting for rank 1, for 1 s at most"
-    )
+    assert len(first["warned"]) == 1
+    assert first["warned"][0].startswith("waiting for rank 1, for 1 s at most")
 
 
 def test_a_rank_that_leaves():
     results = good(run_ranks(3, work.leaving))
     assert results[1][0] == "no error"
     for said, seconds in (results[0], results[2]):
-        assert "rank 1 left before the others were done" in said and seconds < 40
+        assert "rank 1 left before the others were done" in said
+        assert seconds < 40
 
 
 def test_memory_that_runs_out_on_one_rank_makes_all_chunks_smaller():
@@ -140,16 +139,16 @@ def test_memory_that_runs_out_on_one_rank_makes_all_chunks_smaller():
         for part in ("values", "value", "notes", "chunk", "again"):
             assert first[part] == second[part], (name, part)
         assert first["values"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
-        assert first["notes"][0] == "the inputs were shared by 2 ranks" and first["chunk"] <= 6
+        assert first["notes"][0] == "the inputs were shared by 2 ranks"
+        assert first["chunk"] <= 6
         who = f"rank {case['who']}: out of memory with"
-        assert len(first["notes"]) > 1 and all(note.startswith(who) for note in first["notes"][1:])
+        assert len(first["notes"]) > 1
+        assert all(note.startswith(who) for note in first["notes"][1:])
         assert first["notes"][-1].endswith(f"went on with {first['chunk']}")
         value, notes, chunk = first["again"]
-        assert (
-            value == pytest.approx(want.value, rel=1e-12)
-            and notes == first["notes"]
-            and chunk <= first["chunk"]
-        )
+        assert value == pytest.approx(want.value, rel=1e-12)
+        assert notes == first["notes"]
+        assert chunk <= first["chunk"]
         assert all(max(each["sizes again"]) <= 6 for each in (first, second))
     sizes = results[0]["first round"]["sizes"]
     assert sizes.count(8) == 1 and max(sizes[sizes.index(8) + 1 :]) == 4, (
@@ -209,7 +208,8 @@ def nets(tmp_path):
 def test_command_line_under_torchrun(nets):
     first, second = as_torchrun(2, nets, [*ESTIMATE, "--json", "here.json"])
     assert first[0] == second[0] == 0, first[2] + second[2]
-    assert "local redundancy" in first[1] and "shared by 2 ranks" in first[1]
+    assert "local redundancy" in first[1]
+    assert "shared by 2 ranks" in first[1]
     assert second[1] == second[2] == ""
     record = json.loads((nets / "here.json").read_text())
     sys.path.insert(0, str(nets))
@@ -219,7 +219,8 @@ def test_command_line_under_torchrun(nets):
         sys.path.remove(str(nets))
     torch.manual_seed(0)
     want = fastlr.estimate(net(), fastlr.NoiseImages(size=(3, 8, 8)), 40, batch_size=6)
-    assert record["value"] == want.value and record["n"] == 40
+    assert record["value"] == want.value
+    assert record["n"] == 40
 
 
 def test_command_line_errors_are_printed_once(nets):

@@ -3,12 +3,9 @@
 The number is the same on all ranks and has no effect on results.
 """
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from weakref import ref
 
 import pytest
@@ -23,14 +20,14 @@ BYTES = 1000  # that an input takes at the peak, in these tests
 
 
 @pytest.fixture
-def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def peaks(monkeypatch):
     """Stand in for a GPU's memory, and return the list of chunk sizes that were measured.
 
     The first guess, 8 inputs, is far below what fits.
     """
-    measured: list[int] = []
+    measured = []
 
-    def peak_bytes(device: Any, work: Any) -> int:
+    def peak_bytes(device, work):
         size = len(work()[0])
         measured.append(size)
         return size * BYTES
@@ -41,7 +38,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return measured
 
 
-def estimator(n: int, **how: Any) -> fastlr.LocalRedundancy:
+def estimator(n, **how):
     torch.manual_seed(0)
     made = fastlr.LocalRedundancy(
         nn.Sequential(nn.Flatten(), nn.Linear(48, 3)), fastlr.ShapeImages((3, 4, 4)), n, **how
@@ -50,7 +47,7 @@ def estimator(n: int, **how: Any) -> fastlr.LocalRedundancy:
     return made
 
 
-def test_the_measured_peak_gives_the_chunk_once(peaks: list[int]) -> None:
+def test_the_measured_peak_gives_the_chunk_once(peaks):
     made = estimator(60)
     first, second = made.measure(), made.measure()
     assert peaks == [8], "measured once, on a chunk of the size that is safe"
@@ -75,24 +72,21 @@ def test_the_measured_peak_gives_the_chunk_once(peaks: list[int]) -> None:
         {"n": 20, "probe": "exact"},
     ],
 )
-def test_no_peak_is_measured_where_it_would_change_nothing(
-    peaks: list[int], how: dict[str, Any]
-) -> None:
-    assert estimator(**how).measure().bytes_per_input == 0 and not peaks
+def test_no_peak_is_measured_where_it_would_change_nothing(peaks, how):
+    assert estimator(**how).measure().bytes_per_input == 0
+    assert not peaks
 
 
-def test_a_peak_above_the_guess_makes_chunks_smaller(
-    peaks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peak_above_the_guess_makes_chunks_smaller(peaks, monkeypatch):
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 10 * BYTES)
     assert estimator(60).measure().batch_size == 4
 
 
-def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks: list[int]) -> None:
+def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks):
     made = estimator(60)
     whole = made.passes.norms
 
-    def norms(start: int, stop: int) -> Any:
+    def norms(start, stop):
         if stop - start > 4:
             raise torch.OutOfMemoryError("out of memory")
         return whole(start, stop)
@@ -102,18 +96,19 @@ def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks: list[int])
         assert made.measure().batch_size == 4
 
 
-def test_ranks_take_the_least_of_their_chunks(peaks: list[int]) -> None:
-    asked: list[int] = []
+def test_ranks_take_the_least_of_their_chunks(peaks):
+    asked = []
     members = SimpleNamespace(size=2, least=lambda most: asked.append(most) or 10)
-    assert estimator(60).chunks.first_size(members) == 10 and asked == [20]
+    assert estimator(60).chunks.first_size(members) == 10
+    assert asked == [20]
     assert estimator(16).chunks.first_size(SimpleNamespace(size=2, least=lambda most: most)) == 8
     assert len(peaks) == 1, "a rank's share of 16 inputs fits the first guess"
 
 
-def test_the_peak_is_of_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_of_the_work_alone(monkeypatch):
     held = {"now": 700, "peak": 9000}
 
-    def work() -> None:
+    def work():
         held["peak"] = max(held["peak"], held["now"] + 300)
 
     monkeypatch.setattr(
@@ -125,13 +120,14 @@ def test_the_peak_is_of_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_chunk_on_a_gpu_takes_what_was_measured() -> None:
+def test_a_chunk_on_a_gpu_takes_what_was_measured():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     ).cuda()
     result = fastlr.estimate(model, fastlr.ShapeImages((3, 64, 64)), 5000)
-    assert result.bytes_per_input > 0 and result.batch_size <= 1024
+    assert result.bytes_per_input > 0
+    assert result.batch_size <= 1024
 
 
 def test_looking_at_what_a_pass_saves_leaves_no_graph():
@@ -141,7 +137,7 @@ def test_looking_at_what_a_pass_saves_leaves_no_graph():
     model = nn.Linear(3, 2)
     markers = [Marker()]
 
-    def forward() -> torch.Tensor:
+    def forward():
         z = torch.tanh(model(torch.ones(1, 3)))  # saves its output
         assert z.grad_fn is not None
         z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))

@@ -1,7 +1,5 @@
 """estimate and LocalRedundancy are unbiased, invariant to chunks, and leave the model untouched."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -9,7 +7,6 @@ import math
 import sys
 import types
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, ga
 class Normal:
     """Inputs [n, width] as a function of (seed, index), cut from a tensor drawn at every call."""
 
-    def __init__(self, width: int = 6, most: int = 4096) -> None:
+    def __init__(self, width=6, most=4096):
         self.width, self.most = width, most
 
     def batch(self, start, stop, *, seed, device, dtype):
@@ -49,7 +46,7 @@ class Normal:
         return x[start:stop].to(device, dtype)
 
 
-def mlp(outputs: int, scale: float = 1.0, width: int = 6, hidden: int = 5) -> nn.Module:
+def mlp(outputs, scale=1.0, width=6, hidden=5):
     torch.manual_seed(outputs)
     model = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
     model[2].weight.data.mul_(scale)
@@ -136,7 +133,9 @@ def test_target_stops_at_the_same_n_for_every_chunk():
         for size in (13, 64, 500)
     ]
     n = results[0].n
-    assert {r.n for r in results} == {n} and 100 < n < 4000 and (n - 100) % CHECK_EVERY == 0
+    assert {r.n for r in results} == {n}
+    assert 100 < n < 4000
+    assert (n - 100) % CHECK_EVERY == 0
     assert all(r.rel_stderr <= 0.03 for r in results)
     for r in results[1:]:
         torch.testing.assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
@@ -160,11 +159,9 @@ def test_batch_probe_has_the_same_expectation():
     model = mlp(3, 2.0)
     exact = estimate(model, Normal(), 500, probe="exact", batch_size=100)
     got = estimate(model, Normal(), 4000, probe="batch", batch_size=8)
-    assert (
-        got.n == 500
-        and got.inputs_used == 4000
-        and got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
-    )
+    assert got.n == 500
+    assert got.inputs_used == 4000
+    assert got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
     assert abs(got.value - exact.value) < 4.5 * math.hypot(got.stderr, exact.stderr)
     assert sum(got.per_parameter.values()) == pytest.approx(got.value, rel=1e-10)
     # one batch by hand
@@ -182,7 +179,7 @@ def test_batch_probe_has_the_same_expectation():
 class Stateful(nn.Module):
     """Dropout, batch norm, a frozen layer, a buffer that counts calls even in eval mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 5)
         self.norm = nn.BatchNorm1d(5)
@@ -288,8 +285,10 @@ def test_autocast_is_used_and_named():
     model = mlp(3).float()
     full = estimate(model, Normal(), 64)
     low = estimate(model, Normal(), 64, dtype=torch.bfloat16)
-    assert low.dtype == "bfloat16" and full.dtype is None
-    assert low.value != full.value and low.value == pytest.approx(full.value, rel=0.03)
+    assert low.dtype == "bfloat16"
+    assert full.dtype is None
+    assert low.value != full.value
+    assert low.value == pytest.approx(full.value, rel=0.03)
 
 
 def test_out_of_memory_halves_the_chunk(monkeypatch):
@@ -307,12 +306,10 @@ def test_out_of_memory_halves_the_chunk(monkeypatch):
     monkeypatch.setattr(meter.engine, "run", limited)
     with pytest.warns(FastlrWarning, match="32 inputs") as caught:
         got = meter.measure()
-    assert (
-        len(caught) == 1
-        and sizes[:3] == [32, 16, 8]
-        and got.batch_size == 8
-        and len(got.notes) == 2
-    )
+    assert len(caught) == 1
+    assert sizes[:3] == [32, 16, 8]
+    assert got.batch_size == 8
+    assert len(got.notes) == 2
     torch.testing.assert_close(
         got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0
     )
@@ -336,13 +333,14 @@ def test_progress_is_told():
     seen = []
     got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=lambda *args: seen.append(args))
     assert [s[:2] for s in seen] == [(20, 50), (40, 50), (50, 50)]
-    assert seen[-1][2] == pytest.approx(got.value) and seen[-1][3] == pytest.approx(got.stderr)
+    assert seen[-1][2] == pytest.approx(got.value)
+    assert seen[-1][3] == pytest.approx(got.stderr)
 
 
 class Terminal(io.StringIO):
     """A stderr that is a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -362,7 +360,8 @@ def test_a_long_call_shows_its_progress_on_a_terminal(
     monkeypatch.setattr(runtime, "PATIENCE", patience)
     monkeypatch.setattr(sys, "stderr", stderr := Terminal() if terminal else io.StringIO())
     got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=progress)
-    assert ("local redundancy" in stderr.getvalue()) is shown and bool(stderr.getvalue()) is shown
+    assert ("local redundancy" in stderr.getvalue()) is shown
+    assert bool(stderr.getvalue()) is shown
     assert capsys.readouterr().out == ""
     torch.testing.assert_close(
         got.per_sample, estimate(mlp(3), Normal(), 50, batch_size=20).per_sample, rtol=0, atol=0
@@ -389,10 +388,13 @@ def test_records():
     with pytest.raises(InputError, match="per_sample=True"):
         paired_difference(got, bare)
     one = estimate(mlp(3), Normal(), 1)
-    assert math.isnan(one.stderr) and one.to_dict()["stderr"] is None
-    assert "(one input gives no standard error)" in str(one) and "nan" not in str(one)
+    assert math.isnan(one.stderr)
+    assert one.to_dict()["stderr"] is None
+    assert "(one input gives no standard error)" in str(one)
+    assert "nan" not in str(one)
     assert math.isnan(Estimate.from_dict(one.to_dict()).stderr)
-    assert f"{got.value:.6g}" in str(got) and "n = 30" in str(got)
+    assert f"{got.value:.6g}" in str(got)
+    assert "n = 30" in str(got)
     with pytest.raises(InputError, match="record"):
         Estimate.from_dict({"value": 1.0})
 
@@ -425,7 +427,8 @@ def test_only_like_estimates_pair(change):
 
 def test_batches_pair_only_where_they_are_of_the_same_inputs():
     a, b = (estimate(mlp(3), Normal(), 50, probe="batch", batch_size=size) for size in (20, 24))
-    assert a.n == b.n == 3 and paired_difference(a, a) == (0.0, 0.0)
+    assert a.n == b.n == 3
+    assert paired_difference(a, a) == (0.0, 0.0)
     with pytest.raises(InputError, match="batch_size is 20 and 24"):
         paired_difference(a, b)
 
@@ -484,7 +487,7 @@ def test_errors(change, error, match):
         estimate(**arguments)
 
 
-def constant(*bias: float) -> nn.Module:
+def constant(*bias):
     """A linear layer whose weights are zero: the same output for every input."""
     model = nn.Linear(6, len(bias))
     with torch.no_grad():
@@ -552,7 +555,8 @@ def test_moments():
     moments = Moments()
     for part in values.split([1, 0, 300, 699]):
         moments.add(part)
-    assert moments.n == 1000 and moments.mean == pytest.approx(float(values.mean()), rel=1e-15)
+    assert moments.n == 1000
+    assert moments.mean == pytest.approx(float(values.mean()), rel=1e-15)
     assert moments.variance == pytest.approx(float(values.var()), rel=1e-9)
     assert moments.stderr == pytest.approx(float(values.std()) / math.sqrt(1000), rel=1e-9)
     assert math.isnan(Moments().stderr)
@@ -599,12 +603,12 @@ def test_bad_arguments_of_the_bound(arguments):
         regression_memorization_bound(*arguments)
 
 
-def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch):
     """A rank leaves a kernel that another rank distrusts to plain torch too, and measures anew."""
     monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
     members, told, spans = Team(), [["gate_grad", "some kind"]], []
 
-    def share(message: Any) -> list[Any]:
+    def share(message):
         asked = isinstance(message, list) and len(message) == 4
         return [message, [True, told or message[1], *message[2:]]] if asked else [message]
 
@@ -616,6 +620,8 @@ def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.Mo
         estimator.chunks, "norms", lambda *span: (spans.append(span[:2]), measured(*span))[1]
     )
     first = estimator.measure()
-    assert spans == [(0, 4)] * 2 and ops.switched_off() == told
+    assert spans == [(0, 4)] * 2
+    assert ops.switched_off() == told
     told = []
-    assert estimator.measure().value == first.value and len(spans) == 3
+    assert estimator.measure().value == first.value
+    assert len(spans) == 3

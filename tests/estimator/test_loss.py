@@ -3,8 +3,6 @@
 The finite differences are of the exact value.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,7 +17,7 @@ from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelErro
 from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, gaussian_fisher
 
 
-def attending() -> Written:
+def attending():
     """Tokens [B, 3, 4] -> logits [B, 3]."""
     parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
     return Written(
@@ -27,7 +25,7 @@ def attending() -> Written:
     )
 
 
-def recurrent() -> Written:
+def recurrent():
     return Written(
         lambda m, x: m.head(m.lstm(x)[0][:, -1]),
         lstm=nn.LSTM(4, 5, batch_first=True),
@@ -35,7 +33,7 @@ def recurrent() -> Written:
     )
 
 
-def mlp(act: type[nn.Module] = nn.GELU, outputs: int = 3) -> nn.Module:
+def mlp(act=nn.GELU, outputs=3):
     return nn.Sequential(nn.Linear(4, 6), act(), nn.Linear(6, outputs))
 
 
@@ -62,7 +60,7 @@ FISHER = {
 }
 
 
-def definition(model: nn.Module, x: torch.Tensor, predictive: object) -> torch.Tensor:
+def definition(model, x, predictive):
     """Mean over x of the trace of J^T F J."""
     fisher = FISHER.get(type(predictive), categorical_fisher)
     model = copy.deepcopy(model).eval()
@@ -160,7 +158,8 @@ def test_the_model_is_left_alone_and_draws_are_its_callers(double):
     torch.manual_seed(0)
     first, second = (float(fastlr.redundancy_loss(model, x).detach()) for _ in range(2))
     torch.manual_seed(0)
-    assert first != second and first == float(fastlr.redundancy_loss(model, x).detach())
+    assert first != second
+    assert first == float(fastlr.redundancy_loss(model, x).detach())
 
 
 def test_frozen_and_unused_parameters_and_padding(double):
@@ -174,12 +173,11 @@ def test_frozen_and_unused_parameters_and_padding(double):
     options = {"predictive": fastlr.Categorical(), "reduction": "none", "seed": 0}
     first = fastlr.redundancy_loss(model, x, **options)
     x["input_ids"] = torch.tensor([[1, 2, 7], [4, 8, 8]])
-    assert torch.equal(first, fastlr.redundancy_loss(model, x, **options)) and (first > 0).all()
+    assert torch.equal(first, fastlr.redundancy_loss(model, x, **options))
+    assert (first > 0).all()
     first.sum().backward()
-    assert (
-        model.head.weight.grad is not None
-        and model.embed.weight.grad is model.unused.weight.grad is None
-    )
+    assert model.head.weight.grad is not None
+    assert model.embed.weight.grad is model.unused.weight.grad is None
 
 
 NODES = {

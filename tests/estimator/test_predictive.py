@@ -1,7 +1,5 @@
 """Cotangents have the Fisher matrix as second moment, at any logit gap, dtype, chunk and layout."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -22,13 +20,13 @@ from fastlr.ops.reference.fisher import (
 DRAWS = 20_000
 
 
-def logits(classes: int, scale: float = 2.0) -> torch.Tensor:
+def logits(classes, scale=2.0):
     return scale * torch.randn(
         classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64
     )
 
 
-def check_second_moment(v: torch.Tensor, fisher: torch.Tensor, sigmas: float = 5.0) -> None:
+def check_second_moment(v, fisher, sigmas=5.0):
     """Require E (w.v)^2 = w^T F w for 60 random w, each within ``sigmas`` standard errors."""
     w = torch.randn(v.shape[1], 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     w[:, :2] = 1.0 / w.shape[0]  # along the ones the softmax Fisher is zero; a wrong root is not
@@ -145,7 +143,8 @@ def test_scores_of_both_labels_have_full_precision():
 
 def test_uniforms_are_uniform_and_fine_near_zero():
     u = uniforms(torch.arange(50_000), 2, seed=0)
-    assert 0 <= u.min() and u.max() < 1
+    assert 0 <= u.min()
+    assert u.max() < 1
     ordered = u.flatten().sort().values
     steps = torch.arange(1, len(ordered) + 1) / len(ordered)
     assert (ordered - steps).abs().max() * math.sqrt(
@@ -194,7 +193,8 @@ def test_layout_of_the_output_does_not_matter(predictive, probe):
         for a, b in zip(base, run(z.transpose(1, 2).contiguous().clone(), 1, 0), strict=True):
             assert torch.equal(a, b.transpose(1, 2))
     for v in base:
-        assert v.shape == z.shape and v.dtype == torch.float64
+        assert v.shape == z.shape
+        assert v.dtype == torch.float64
 
 
 @pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
@@ -213,7 +213,9 @@ def test_mask_leaves_positions_out(probe):
     rows = mask.expand(7, 5).clone()
     rows[5] = torch.tensor([False, True, False, False, False])
     got = total(Categorical(mask=rows).cotangent(z.nan_to_num(0.0), probe, range(4, 7), 0))
-    assert (got[1, [0, 2, 3, 4]] == 0).all() and (got[1, 1] > 0).any() and (got[0, 0] > 0).any()
+    assert (got[1, [0, 2, 3, 4]] == 0).all()
+    assert (got[1, 1] > 0).any()
+    assert (got[0, 0] > 0).any()
     if probe == "exact":
         assert len(list(Categorical(mask=mask).cotangent(z, probe, range(3), 0))) == 3 * 3
 
@@ -224,7 +226,8 @@ def test_classes_of_probability_zero(probe):
     v = Categorical().cotangent(z, probe, range(2), 0)
     v = v[None] if isinstance(v, torch.Tensor) else torch.stack(list(v))
     assert v.isfinite().all()
-    assert (v[:, 0, [1, 3]] == 0).all() and (v[:, 0, [0, 2]] != 0).any()
+    assert (v[:, 0, [1, 3]] == 0).all()
+    assert (v[:, 0, [0, 2]] != 0).any()
     assert (v[:, 1] == 0).all()
     b = Bernoulli().cotangent(torch.tensor([[math.inf, -math.inf]]), probe, range(1), 0)
     assert all((w == 0).all() for w in ([b] if isinstance(b, torch.Tensor) else b))
@@ -319,7 +322,9 @@ def test_a_mask_is_moved_once_and_again_when_it_changes():
     meta, mask = torch.device("meta"), torch.ones(3, dtype=torch.bool)
     kind = Categorical(mask=mask)
     first = kind._on(meta)
-    assert first.device == meta and kind._on(meta) is first and kind._on(mask.device) is mask
+    assert first.device == meta
+    assert kind._on(meta) is first
+    assert kind._on(mask.device) is mask
     mask[1] = False
     assert kind._on(meta) is not first
     with torch.inference_mode():

@@ -5,17 +5,13 @@ the first run, stands in for one: what is tested is everything around it. With a
 run on real graphs too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from recorders import DEVICES, Again, Waits
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from fastlr.estimator.capture import CudaRecorder, relied_on
@@ -29,15 +25,15 @@ from fastlr.ghost.verification.noise import RoundingProbe
 HIDDEN = {"factor": 1.0}
 
 
-def hidden_factor() -> float:
+def hidden_factor():
     """A number that a forward pass reads where a fingerprint does not look."""
     return HIDDEN["factor"]
 
 
-class Net(nn.Module):
+class Captured(nn.Module):
     """Convolution, batch norm, ReLU, linear, and numbers that the forward pass reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
@@ -45,32 +41,28 @@ class Net(nn.Module):
         self.head = nn.Linear(8 * 7 * 7, 3)
         self.state = {"factor": 1.0}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.features(x)) * self.state["factor"] * hidden_factor()
 
 
 class Made(fastlr.ShapeImages):
     """Made within the capture, as by the kernel."""
 
-    def identity(self, used: int, seed: int) -> str:
+    def identity(self, used, seed):
         return f"made:{used} of seed {seed}"
 
-    def from_device(
-        self, *, seed: int, device: Any, dtype: torch.dtype | None
-    ) -> Callable[[Tensor, int], Tensor]:
+    def from_device(self, *, seed, device, dtype):
         return lambda first, size: self.at(
             first + torch.arange(size, device=device), seed=seed, dtype=dtype or torch.float32
         )
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     return request.param
 
 
-def estimator(
-    model: nn.Module, n: int = 40, graphs: bool = True, inputs: Any = None, **how: Any
-) -> fastlr.LocalRedundancy:
+def estimator(model, n=40, graphs=True, inputs=None, **how):
     inputs = inputs or fastlr.ShapeImages((3, 16, 16))
     made = fastlr.LocalRedundancy(model, inputs, n, batch_size=8, **how)
     if not graphs:
@@ -80,21 +72,22 @@ def estimator(
     return made
 
 
-def net(device: str) -> Net:
+def net(device):
     torch.manual_seed(0)
-    return Net().to(device)
+    return Captured().to(device)
 
 
-def agree(a: fastlr.Estimate, b: fastlr.Estimate) -> None:
+def agree(a, b):
     torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-6, atol=0)
     for name, value in a.per_parameter.items():
         assert value == pytest.approx(b.per_parameter[name], rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [40, 44])
-def test_same_numbers(device: str, n: int) -> None:
+def test_same_numbers(device, n):
     model = net(device)
-    with_graphs, without = estimator(model, n), estimator(model, n, graphs=False)
+    with_graphs = estimator(model, n)
+    without = estimator(model, n, graphs=False)
     for _ in range(2):
         agree(with_graphs.measure(), without.measure())
     assert set(with_graphs.chunks.replays.held) == {8}, (
@@ -103,15 +96,15 @@ def test_same_numbers(device: str, n: int) -> None:
     assert torch.equal(with_graphs.measure().per_sample, with_graphs.measure().per_sample)
 
 
-def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device: str) -> None:
+def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device):
     """A shorter last chunk is filled up with earlier inputs, which nothing counts twice.
 
     Values, sums and checks leave the repeated rows out.
     """
-    asked: list[tuple[int, int]] = []
+    asked = []
 
     class Asked(fastlr.TensorInputs):
-        def batch(self, start: int, stop: int, **how: Any) -> Any:
+        def batch(self, start, stop, **how):
             asked.append((start, stop))
             return super().batch(start, stop, **how)
 
@@ -125,10 +118,11 @@ def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device: str) -> None:
     plain = estimator(model, 21, graphs=False, inputs=inputs).measure()
     for result in (first, again):
         agree(result, plain)
-        assert result.n == 21 and sum(result.per_parameter.values()) == pytest.approx(result.value)
+        assert result.n == 21
+        assert sum(result.per_parameter.values()) == pytest.approx(result.value)
 
 
-def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_reads_from_the_device_once(monkeypatch):
     """A measurement reads from the device once, after all launches and the look at the program.
 
     Audits, which have their own share of the time, are switched off here.
@@ -136,12 +130,12 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatc
     graphs = estimator(net("cpu"), inputs=Made((3, 16, 16)))
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
-    events: list[str] = []
+    events = []
     waits = Waits(events)
     recorder = graphs.chunks.replays.held[8].recorder
     kept = recorder.replay
 
-    def replay() -> None:
+    def replay():
         waits.quiet = True  # a graph would run nothing of Python
         kept()
         waits.quiet = False
@@ -158,45 +152,47 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("read", ["item", "__bool__", "tolist", "nonzero", "cpu"])
-def test_a_wait_would_be_seen(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+def test_a_wait_would_be_seen(read, monkeypatch):
+    events = []
     x = torch.ones(1)
     with Waits(events).noting(monkeypatch):
         getattr(x * 2, read)()
         before = len(events)
         y = x.cpu() + 1
-        assert bool(y > 0) and float(y) == 2.0 and y.tolist() == [2.0]
+        assert bool(y > 0)
+        assert float(y) == 2.0
+        assert y.tolist() == [2.0]
     assert before == 1 and events[1:] == ["copied"], "what was copied is read on the host"
 
 
-def test_outputs_that_need_a_closer_look_are_flagged() -> None:
+def test_outputs_that_need_a_closer_look_are_flagged():
     """For whatever would not pass by the size of the difference alone."""
     x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     masked = torch.where(torch.arange(30) == 3, -1e9, x)
 
     identity = nn.Identity()
 
-    def flagged(own: Tensor, got: Tensor) -> bool:
+    def flagged(own, got):
         return bool(output_differs(ModelView.of(identity), own, got))
 
-    assert not flagged(x, x) and not flagged(x, x * (1 + 1e-5)) and not flagged(masked, masked)
-    assert (
-        flagged(x, x + 0.1)
-        and flagged(masked, masked + 0.1 * (masked > -1))
-        and flagged(x, x[:, :5])
-    )
+    assert not flagged(x, x)
+    assert not flagged(x, x * (1 + 1e-5))
+    assert not flagged(masked, masked)
+    assert flagged(x, x + 0.1)
+    assert flagged(masked, masked + 0.1 * (masked > -1))
+    assert flagged(x, x[:, :5])
     assert flagged(x, torch.where(x == x[2, 7], torch.nan, x))
 
 
-def test_memory_that_a_graph_reads_outlives_what_held_it() -> None:
+def test_memory_that_a_graph_reads_outlives_what_held_it():
     """A replay comes before the look at the program: it must not read what was given back."""
 
-    class Shifted(Net):
-        def __init__(self) -> None:
+    class Shifted(Captured):
+        def __init__(self):
             super().__init__()
             self.table = {"shift": torch.ones(40, 3)}
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) * self.table["shift"][0]
 
     torch.manual_seed(0)
@@ -209,7 +205,7 @@ def test_memory_that_a_graph_reads_outlives_what_held_it() -> None:
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
-def test_weights_may_change_in_between(device: str) -> None:
+def test_weights_may_change_in_between(device):
     model = net(device)
     graphs, plain = estimator(model), estimator(model, graphs=False)
     graphs.measure()
@@ -221,10 +217,11 @@ def test_weights_may_change_in_between(device: str) -> None:
         optimiser.step()
         optimiser.zero_grad()
         agree(graphs.measure(), plain.measure())
-    assert graphs.chunks.replays.held[8] is replay and not graphs.chunks.replays.note
+    assert graphs.chunks.replays.held[8] is replay
+    assert not graphs.chunks.replays.note
 
 
-def test_weights_that_moved_are_captured_anew(device: str) -> None:
+def test_weights_that_moved_are_captured_anew(device):
     model = net(device)
     graphs, plain = estimator(model), estimator(model, graphs=False)
     graphs.measure()
@@ -235,7 +232,7 @@ def test_weights_that_moved_are_captured_anew(device: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
-def test_program_that_changed_is_seen(device: str, change: str) -> None:
+def test_program_that_changed_is_seen(device, change):
     model = net(device)
     graphs = estimator(model)
     graphs.measure()
@@ -252,13 +249,11 @@ def test_program_that_changed_is_seen(device: str, change: str) -> None:
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
-def test_the_program_is_compared_once_a_measurement(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_is_compared_once_a_measurement(device, monkeypatch):
     model = net(device)
     graphs = estimator(model)
     graphs.measure()
-    asked: list[nn.Module] = []
+    asked = []
     monkeypatch.setattr(
         "fastlr.estimator.cuda_graph.relied_on",
         lambda model: asked.append(model) or relied_on(model),
@@ -274,8 +269,9 @@ def test_the_program_is_compared_once_a_measurement(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_after_a_capture_that_failed_all_is_as_before() -> None:
-    device, x = torch.device("cuda", torch.cuda.current_device()), torch.ones(3, device="cuda")
+def test_after_a_capture_that_failed_all_is_as_before():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(3, device="cuda")
     before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
         CudaRecorder(device).capture(lambda: x.sum().item())
@@ -288,7 +284,7 @@ def test_after_a_capture_that_failed_all_is_as_before() -> None:
     assert result.tolist() == [8.0] * 3
 
 
-def test_hidden_state_is_seen_in_the_output(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_state_is_seen_in_the_output(device, monkeypatch):
     model = net(device)
     graphs = estimator(model)
     before = graphs.measure()
@@ -297,10 +293,11 @@ def test_hidden_state_is_seen_in_the_output(device: str, monkeypatch: pytest.Mon
     monkeypatch.setitem(HIDDEN, "factor", 3.0)
     after = graphs.measure()
     agree(after, estimator(model, graphs=False).measure())
-    assert after.value != before.value and any("dropped" in note for note in after.notes)
+    assert after.value != before.value
+    assert any("dropped" in note for note in after.notes)
 
 
-def test_values_that_are_not_finite_raise_as_without(device: str) -> None:
+def test_values_that_are_not_finite_raise_as_without(device):
     model = net(device)
     graphs = estimator(model)
     graphs.measure()
@@ -313,7 +310,7 @@ def test_values_that_are_not_finite_raise_as_without(device: str) -> None:
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
-def test_replayed_time_counts_for_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_time_counts_for_audits(monkeypatch):
     """They have their share of it, as where chunks run as they are."""
     monkeypatch.setattr(audit, "SHARE", 2.0)
     graphs = estimator(net("cpu"))
@@ -321,7 +318,8 @@ def test_replayed_time_counts_for_audits(monkeypatch: pytest.MonkeyPatch) -> Non
     audits = graphs.engine.audits
     audits._measured = audits._spent = audits._last = 0.0
     counts = [graphs.measure().audits for _ in range(12)]
-    assert graphs.chunks.replays.held and not graphs.chunks.replays.note
+    assert graphs.chunks.replays.held
+    assert not graphs.chunks.replays.note
     assert sum(counts[2:]) >= 5, counts
     assert audits._spent <= 2.0 * audits._measured + audits._last
     monkeypatch.setattr(audit, "SHARE", 1e9)
@@ -330,7 +328,7 @@ def test_replayed_time_counts_for_audits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert graphs.measure().audits == 0
 
 
-def test_time_that_ran_apart_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_ran_apart_is_counted_once(monkeypatch):
     now = 0.0
     monkeypatch.setattr(audit.time, "perf_counter", lambda: now)
     audits = Audits()
@@ -341,7 +339,7 @@ def test_time_that_ran_apart_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     assert audits._measured == 5.0
 
 
-def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_does_not_count(monkeypatch):
     """Of a measurement that was interrupted between its replays and their checks."""
     graphs = estimator(net("cpu"))
     graphs.measure()
@@ -356,8 +354,8 @@ def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     graphs = estimator(net("cpu"))
     graphs.measure()
     monkeypatch.setattr(audit, "SHARE", 0.0)
@@ -365,11 +363,12 @@ def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
     audits.owe()
     monkeypatch.setattr(type(graphs.engine), "audit", lambda self, *given: False)
     result = graphs.measure()
-    assert any("dropped" in note for note in result.notes) and result.audits == 1
+    assert any("dropped" in note for note in result.notes)
+    assert result.audits == 1
     assert not audits.due(fresh=False)
 
 
-def test_after_a_failed_audit_nothing_is_replayed() -> None:
+def test_after_a_failed_audit_nothing_is_replayed():
     graphs = estimator(net("cpu"))
     graphs.measure()
     recorder = graphs.chunks.replays.held[8].recorder
@@ -379,15 +378,15 @@ def test_after_a_failed_audit_nothing_is_replayed() -> None:
     assert recorder.replays == before and result.audits == 5, "every batch is audited"
 
 
-def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
     """Folded and unfolded outputs differ by more than goes unexplained.
 
     Logits in bf16 may.
     """
-    runs: list[torch.dtype] = []
+    runs = []
     plain = RoundingProbe.in_other_precision
 
-    def in_other_precision(probe: RoundingProbe, own: Tensor) -> Any:
+    def in_other_precision(probe, own):
         runs.append(own.dtype)
         return plain(probe, own)
 
@@ -403,7 +402,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
     replay = graphs.chunks.replays.held[8]
     plain_replay = replay.recorder.replay
 
-    def off_by_rounding() -> None:
+    def off_by_rounding():
         plain_replay()
         replay.output.mul_(1 + 2e-7)
 
@@ -412,67 +411,70 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
         with torch.no_grad():
             model.head.weight.mul_(1.3 if step % 2 else 0.7)
         graphs.measure()
-    assert graphs.chunks.replays.held and runs == [torch.float32]
+    assert graphs.chunks.replays.held
+    assert runs == [torch.float32]
     monkeypatch.undo()
 
 
 def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(
-    device: str,
-) -> None:
+    device,
+):
     model = net(device)
     graphs = estimator(model, dtype=torch.bfloat16)
     graphs.measure()
     replay = graphs.chunks.replays.held[8]
     model.eval()
-    assert replay.clean(False, True) and replay.clean(False, True)
+    assert replay.clean(False, True)
+    assert replay.clean(False, True)
     replay.output[1, 2] += 0.5 * replay.output.abs().amax()
     assert not replay.clean(False, True)
 
 
 def test_other_threads_draw_random_numbers_during_a_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With a stand-in of torch's generators.
 
     The one that a capture makes its own is not the device's.
     """
 
     class Generator:
-        def __init__(self, device: Any = None, state: dict | None = None) -> None:
-            self.device, self.state = device, {"capturing": False} if state is None else state
+        def __init__(self, device=None, state=None):
+            self.device = device
+            self.state = {"capturing": False} if state is None else state
 
-        def graphsafe_get_state(self) -> Generator:
+        def graphsafe_get_state(self):
             return Generator(self.device, self.state)
 
-        def graphsafe_set_state(self, other: Generator) -> None:
+        def graphsafe_set_state(self, other):
             self.state = other.state
 
-        def draw(self) -> None:
+        def draw(self):
             if self.state["capturing"]:
                 raise RuntimeError(
                     "Offset increment outside graph capture encountered unexpectedly."
                 )
 
     class Graph:
-        def capture_begin(self, *given: Any, **how: Any) -> None:
+        def capture_begin(self, *given, **how):
             self.state = default.state
             self.state["capturing"] = True
 
-        def capture_end(self) -> None:
+        def capture_end(self):
             self.state["capturing"] = False
 
     class Capture:
-        def __init__(self, graph: Graph, **how: Any) -> None:
+        def __init__(self, graph, **how):
             self.graph = graph
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             self.graph.capture_begin()
 
-        def __exit__(self, *error: Any) -> None:
+        def __exit__(self, *error):
             self.graph.capture_end()
 
     @contextmanager
-    def on(place: Any) -> Iterator[None]:
+    def on(place):
         yield
 
     default = Generator("cuda:0")
@@ -500,11 +502,12 @@ def test_other_threads_draw_random_numbers_during_a_capture(
     monkeypatch.setattr(torch, "Generator", Generator)
     recorder = CudaRecorder(torch.device("cuda", 0))
     recorder.capture(default.draw)  # as another thread would, meanwhile
-    assert default.state is before and not before["capturing"]
+    assert default.state is before
+    assert not before["capturing"]
     assert recorder.graph.state is not before
 
 
-def test_inputs_without_a_kernel_are_copied(device: str) -> None:
+def test_inputs_without_a_kernel_are_copied(device):
     model = net(device)
     inputs = fastlr.TensorInputs(torch.randn(40, 3, 16, 16))
     agree(
@@ -513,15 +516,16 @@ def test_inputs_without_a_kernel_are_copied(device: str) -> None:
     )
 
 
-def test_autocast(device: str) -> None:
+def test_autocast(device):
     model = net(device)
     low = {"dtype": torch.bfloat16}
-    a, b = estimator(model, **low).measure(), estimator(model, graphs=False, **low).measure()
+    a = estimator(model, **low).measure()
+    b = estimator(model, graphs=False, **low).measure()
     torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-2, atol=0)
 
 
-def test_a_loop_is_not_captured(device: str) -> None:
-    def looped(m: Any, x: Tensor) -> Tensor:
+def test_a_loop_is_not_captured(device):
+    def looped(m, x):
         x = x.flatten(1)[:, :4]
         return m.head(torch.linalg.matrix_exp(m.a * x[:, :1, None])[:, 0])
 
@@ -533,9 +537,9 @@ def test_a_loop_is_not_captured(device: str) -> None:
         assert not graphs.chunks.replays.held
 
 
-def test_failed_capture_is_told_once_and_measured_without(device: str) -> None:
+def test_failed_capture_is_told_once_and_measured_without(device):
     class Broken(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
-        def capture(self, function: Callable[[], Any]) -> Any:
+        def capture(self, function):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     model = net(device)
@@ -546,14 +550,14 @@ def test_failed_capture_is_told_once_and_measured_without(device: str) -> None:
     assert any("not permitted" in note for note in result.notes)
 
 
-def test_a_replay_that_writes_nothing_is_seen(device: str) -> None:
+def test_a_replay_that_writes_nothing_is_seen(device):
     """A replay that writes nothing is noticed, though its stale inputs, outputs and norms agree.
 
     A graph captured on another device's stream does that.
     """
 
     class Empty(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
-        def replay(self) -> None:
+        def replay(self):
             pass
 
     graphs = estimator(net(device), inputs=Made((3, 16, 16)))
@@ -564,26 +568,26 @@ def test_a_replay_that_writes_nothing_is_seen(device: str) -> None:
 
 
 def test_each_device_captures_and_replays_on_a_stream_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With a stand-in of torch.cuda that records devices and streams."""
     current, captured, replayed = [0], [], []
 
     class Stream:
-        def __init__(self, device: torch.device | None = None) -> None:
+        def __init__(self, device=None):
             self.device = current[-1] if device is None else device.index
 
-        def wait_stream(self, other: Stream) -> None:
+        def wait_stream(self, other):
             assert other.device == self.device
 
     @contextmanager
-    def on(place: Any) -> Iterator[None]:
+    def on(place):
         current.append(place.device if isinstance(place, Stream) else place.index)
         yield
         current.pop()
 
     @contextmanager
-    def graph(held: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(held, pool, stream, capture_error_mode):
         captured.append((current[-1], stream.device))
         yield
 
@@ -599,11 +603,12 @@ def test_each_device_captures_and_replays_on_a_stream_of_its_own(
         recorder = CudaRecorder(torch.device("cuda", index))
         assert recorder.capture(lambda: current[-1]) == index
         recorder.replay()
-    assert captured == [(0, 0), (1, 1)] and replayed == [0, 1]
+    assert captured == [(0, 0), (1, 1)]
+    assert replayed == [0, 1]
 
 
-def test_what_a_graph_relies_on_is_known_of_the_model() -> None:
-    model = Net()
+def test_what_a_graph_relies_on_is_known_of_the_model():
+    model = Captured()
     before = relied_on(model)
     assert before == relied_on(model)
     with torch.no_grad():
@@ -611,11 +616,11 @@ def test_what_a_graph_relies_on_is_known_of_the_model() -> None:
     assert before == relied_on(model), "values may change"
 
 
-def test_graphs_go_with_the_estimator() -> None:
+def test_graphs_go_with_the_estimator():
     import gc
     import weakref
 
-    graphs = estimator(Net())
+    graphs = estimator(Captured())
     graphs.measure()
     held = weakref.ref(graphs.chunks.replays.held[8])
     assert isinstance(held(), Replay)

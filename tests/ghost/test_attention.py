@@ -1,7 +1,5 @@
 """Self-attention of nn.MultiheadAttention runs without torch's copies and gives right norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,41 +19,43 @@ Call = Callable[[nn.MultiheadAttention, Tensor], Any]
 class Attending(nn.Module):
     """One attention between two linear layers; how it is made and called is the test's."""
 
-    def __init__(self, call: Call, width: int = 8, **options: Any) -> None:
+    def __init__(self, call, width=8, **options):
         super().__init__()
-        self.before, self.after, self.call = nn.Linear(6, width), nn.Linear(width, 3), call
+        self.before = nn.Linear(6, width)
+        self.after = nn.Linear(width, 3)
+        self.call = call
         self.attention = nn.MultiheadAttention(width, 2, **{"batch_first": True} | options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.before(x).tanh()
         out = self.call(self.attention, h)
         return self.after((out[0] if isinstance(out, tuple) else out).tanh()).flatten(1)
 
 
-def itself(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+def itself(attention, h):
     return attention(h, h, h, need_weights=False)
 
 
-def sequence_first(attention: nn.MultiheadAttention, h: Tensor) -> Tensor:
+def sequence_first(attention, h):
     return itself(attention, h.transpose(0, 1).contiguous())[0].transpose(0, 1)
 
 
-def masked(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+def masked(attention, h):
     mask = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
     return attention(h, h, h, need_weights=False, attn_mask=mask)
 
 
-def padded(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+def padded(attention, h):
     absent = torch.arange(h.shape[1]).expand(len(h), -1) > 3
     return attention(h, h, h, need_weights=False, key_padding_mask=absent)
 
 
-def causal(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+def causal(attention, h):
     mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], dtype=h.dtype)
     return attention(h, h, h, need_weights=False, attn_mask=mask, is_causal=True)
 
 
-CALLS: dict[str, tuple[Call, dict[str, Any], int]] = {
+CALLS = {
     "itself": (itself, {}, 1),
     "no_bias": (itself, {"bias": False}, 1),
     "twice": (lambda m, h: itself(m, itself(m, h)[0].relu()), {}, 2),
@@ -80,18 +80,18 @@ CALLS: dict[str, tuple[Call, dict[str, Any], int]] = {
 }
 
 
-def inputs() -> Tensor:
+def inputs():
     return torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_norms_are_those_of_the_model(name: str) -> None:
+def test_norms_are_those_of_the_model(name):
     call, options, replaced = CALLS[name]
     folding = check(Attending(call, **options), 0, inputs())
     assert folding.replaced["attention"] == replaced
 
 
-def test_projections_of_other_widths_are_left_to_torch() -> None:
+def test_projections_of_other_widths_are_left_to_torch():
     parts = {
         "attention": nn.MultiheadAttention(6, 2, kdim=4, vdim=6, batch_first=True),
         "after": nn.Linear(6, 3),
@@ -103,7 +103,7 @@ def test_projections_of_other_widths_are_left_to_torch() -> None:
     assert check(crossed, 0, inputs()).replaced["attention"] == 0
 
 
-def test_frozen_and_partly_frozen_projections() -> None:
+def test_frozen_and_partly_frozen_projections():
     for frozen in (["in_proj_weight"], ["in_proj_bias"], ["out_proj.weight", "in_proj_bias"]):
         model = Attending(itself)
         for name in frozen:
@@ -111,7 +111,7 @@ def test_frozen_and_partly_frozen_projections() -> None:
         assert check(model, 0, inputs()).replaced["attention"] == 1
 
 
-def test_an_encoder_runs_both_its_layers_so_and_says_it() -> None:
+def test_an_encoder_runs_both_its_layers_so_and_says_it():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten())
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -119,19 +119,18 @@ def test_an_encoder_runs_both_its_layers_so_and_says_it() -> None:
     assert "2 self-attentions run without torch's copies" in str(fastlr.support_report(model, x))
 
 
-def test_errors_are_torchs_own() -> None:
+def test_errors_are_torchs_own():
     model = Attending(lambda m, h: itself(m, h[..., :6]), width=8)
     with pytest.raises(InputError, match="embedding dimension"):
         fastlr.per_sample_grad_sq_norms(model, inputs().float(), torch.ones(3, 15))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_output_is_that_of_the_model(dtype: torch.dtype) -> None:
+def test_the_output_is_that_of_the_model(dtype):
     torch.manual_seed(0)
     model = Attending(itself).eval()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         x = inputs().float()
         got = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
-        assert got.dtype == dtype and torch.allclose(
-            got, model(x), rtol=1e-5 if dtype == torch.float32 else 1e-2
-        )
+        assert got.dtype == dtype
+        assert torch.allclose(got, model(x), rtol=1e-5 if dtype == torch.float32 else 1e-2)

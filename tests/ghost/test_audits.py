@@ -1,11 +1,10 @@
 """Audits of what is measured: their number, their price, and what a failure leads to."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
+from single_samples import Written
 from test_trust import truth
 from torch import nn
 
@@ -19,21 +18,19 @@ from fastlr.ghost.verification import audit
 HIDDEN = {"alpha": 0.0, "scale": 1.0}
 
 
-def hidden(name: str) -> float:
+def hidden(name):
     """Found by a text: no fingerprint reads it."""
     return globals()["HIDDEN"][name]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4)
-        self.eval()
+def forward(m, x):
+    h = m.a(x).tanh()
+    h = h - hidden("alpha") * h.detach().mean(0)
+    return m.b(h) * hidden("scale")
 
-    def forward(self, x):
-        h = self.a(x).tanh()
-        h = h - hidden("alpha") * h.detach().mean(0)
-        return self.b(h) * hidden("scale")
+
+def net():
+    return Written(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 4)).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +39,18 @@ def nothing_hidden(double):
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch):
     monkeypatch.setattr(audit, "SHARE", 1e9)
 
 
-def measured(model: nn.Module, x: torch.Tensor, size: int = 8) -> fastlr.Estimate:
+def measured(model, x, size=8):
     return fastlr.estimate(
         model, fastlr.TensorInputs(x), n=len(x), batch_size=size, predictive=fastlr.Gaussian()
     )
 
 
-def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
-    model, x, v = Net(), torch.randn(8, 5), torch.randn(8, 4)
+def test_an_interaction_that_only_an_audit_can_see_is_refused(always):
+    model, x, v = net(), torch.randn(8, 5), torch.randn(8, 4)
     fastlr.per_sample_grad_sq_norms(model, x, v)
     HIDDEN["alpha"] = 1.0
     with pytest.warns(fastlr.FastlrWarning, match="audit"), pytest.raises(fastlr.InteractionError):
@@ -65,12 +62,12 @@ def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
     )
 
 
-def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
     """A rule that goes wrong in the fourth chunk of five has all chunks measured again.
 
     A rule whose assumption no longer holds would go wrong so.
     """
-    model, x = Net(), torch.randn(40, 5)
+    model, x = net(), torch.randn(40, 5)
     want, calls = measured(model, x).per_sample, 0
 
     def wrong(*args, **kwargs):
@@ -83,28 +80,25 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.Mo
     with pytest.warns(fastlr.FastlrWarning, match="proven anew"):
         again = measured(model, x)
     torch.testing.assert_close(again.per_sample, want, rtol=1e-12, atol=0)
-    assert engine_for(model).audits.failed == 1 and any(
-        "measured again" in note for note in again.notes
-    )
+    assert engine_for(model).audits.failed == 1
+    assert any("measured again" in note for note in again.notes)
 
 
-def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: list[int]) -> None:
-    model, x = Net(), torch.randn(16, 5)
+def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs):
+    model, x = net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()
     ).measure()
     fastlr.per_sample_grad_sq_norms(model, x, torch.randn(16, 4))
     assert len(proofs) == engine_for(model).proofs == 1
-    assert (
-        first.audits >= 1
-        and first.to_dict()["audits"] == first.audits
-        and f"{first.audits} audited" in str(first)
-    )
+    assert first.audits >= 1
+    assert first.to_dict()["audits"] == first.audits
+    assert f"{first.audits} audited" in str(first)
     assert torch.equal(first.per_sample, second.per_sample)
 
 
-def test_audits_keep_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audits_keep_within_their_share_of_the_time(monkeypatch):
     now = 0.0
     monkeypatch.setattr(audit.time, "perf_counter", lambda: now)
     audits, done = audit.Audits(), 0
@@ -117,7 +111,7 @@ def test_audits_keep_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPa
     assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
 
 
-def test_what_one_rank_finds_changes_what_all_run() -> None:
+def test_what_one_rank_finds_changes_what_all_run():
     class Two(Team):
         """This process is rank 0; rank 1 has found a parameter that only the loop gets right."""
 
@@ -125,7 +119,7 @@ def test_what_one_rank_finds_changes_what_all_run() -> None:
             clean, off, loop, failed = message
             return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
 
-    model, x = Net(), torch.randn(16, 5)
+    model, x = net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
     )
@@ -134,15 +128,14 @@ def test_what_one_rank_finds_changes_what_all_run() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fastlr.FastlrWarning)
         after = estimator.measure()
-    assert after.routes["a.weight"] == "loop" and settled(
-        Two(), estimator.engine, estimator.chunks, 0
-    )
+    assert after.routes["a.weight"] == "loop"
+    assert settled(Two(), estimator.engine, estimator.chunks, 0)
     torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 
-def test_measurements_that_never_hold_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_that_never_hold_say_so(monkeypatch):
     estimator = fastlr.LocalRedundancy(
-        Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
+        net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
     )
     assert not estimator.measure().notes
     monkeypatch.setattr("fastlr.estimator.estimator.settled", lambda *arguments: False)

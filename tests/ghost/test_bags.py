@@ -1,13 +1,9 @@
 """Bags of embeddings and bilinear layers by rule, against one backward pass a sample."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from exact import holds, seeded
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.engine import Engine
@@ -16,7 +12,7 @@ B = 4
 
 
 @pytest.fixture(autouse=True)
-def _same_draws() -> None:
+def _same_draws():
     torch.manual_seed(0)
 
 
@@ -25,23 +21,21 @@ class Bags(nn.Module):
 
     def __init__(
         self,
-        mode: str,
+        mode,
         *,
-        offsets: bool,
-        closed: bool = False,
-        weighted: bool = False,
-        **options: Any,
-    ) -> None:
+        offsets,
+        closed=False,
+        weighted=False,
+        **options,
+    ):
         super().__init__()
         self.bag = nn.EmbeddingBag(9, 4, mode=mode, include_last_offset=closed, **options)
-        self.head, self.offsets, self.closed, self.weighted = (
-            nn.Linear(4, 2),
-            offsets,
-            closed,
-            weighted,
-        )
+        self.head = nn.Linear(4, 2)
+        self.offsets = offsets
+        self.closed = closed
+        self.weighted = weighted
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         """A sample's bags one after another."""
         ids = ids.long()
         weights = torch.cos(ids).to(self.head.weight) if self.weighted else None
@@ -56,7 +50,7 @@ class Bags(nn.Module):
 @pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_of_embeddings(mode: str, offsets: bool, padding: int | None) -> None:
+def test_bags_of_embeddings(mode, offsets, padding):
     ids = torch.tensor([[2, 2, 2, 2], [0, 1, 0, 1], [5, 2, 5, 7], [8, 8, 8, 2], [1, 2, 3, 4]])
     if (
         padding is None
@@ -71,13 +65,13 @@ def test_bags_of_embeddings(mode: str, offsets: bool, padding: int | None) -> No
         holds(Bags(mode, offsets=offsets, weighted=True, padding_idx=padding).double(), ids)
 
 
-def test_bags_that_share_a_table() -> None:
+def test_bags_that_share_a_table():
     class Both(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.Parameter(torch.randn(9, 4))
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             largest = nn.functional.embedding_bag(ids, self.table, mode="max")
             mean = nn.functional.embedding_bag(ids, self.table, mode="mean")
             return torch.cat([largest, mean, self.table[ids[:, 0]]], 1)
@@ -85,7 +79,7 @@ def test_bags_that_share_a_table() -> None:
     holds(Both().double(), torch.randint(9, (5, 4), generator=seeded()))
 
 
-def test_bags_scaled_by_frequency_are_warned_of() -> None:
+def test_bags_scaled_by_frequency_are_warned_of():
     model = Bags("sum", offsets=False, scale_grad_by_freq=True).double()
     with pytest.warns(FastlrWarning, match="scale_grad_by_freq"):
         Engine(model).run(
@@ -94,13 +88,13 @@ def test_bags_scaled_by_frequency_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize("rows", [(), (6,), (2, 3)])
-def test_bilinear(rows: tuple[int, ...]) -> None:
+def test_bilinear(rows):
     class Pair(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a, self.pair = nn.Linear(3, 4), nn.Bilinear(4, 3, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.pair(self.a(x), x.sin()).reshape(len(x), -1, 2).sum(1)
 
     x = torch.randn(B, *rows, 3, dtype=torch.float64, generator=seeded())

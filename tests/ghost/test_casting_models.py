@@ -3,17 +3,13 @@
 They are right, not refused by chance, and interactions in them are found.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 import trust_cases as cases
 from exact import truth
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from fastlr.ghost.api import engine_for
@@ -27,7 +23,7 @@ norms = fastlr.per_sample_grad_sq_norms
 
 
 @pytest.fixture(autouse=True)
-def _single() -> Iterator[None]:
+def _single():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     yield
@@ -40,12 +36,12 @@ class Cast(nn.Module):
     A float64 copy of it does not run.
     """
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.eval()
 
-    def forward(self, *xs: Tensor) -> Tensor:
+    def forward(self, *xs):
         return self.inner(
             *[x.float() if x.is_floating_point() or x.dtype == torch.uint8 else x for x in xs]
         )
@@ -57,23 +53,21 @@ class Within(nn.Module):
     A float64 copy runs, and is none within.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, outputs: int = 1000, mix: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, dtype, outputs=1000, mix=None):
         super().__init__()
         self.a, self.c = nn.Linear(64, 256), nn.Linear(256, outputs)
         self.dtype, self.mix = dtype, mix
         self.eval()
 
-    def layer(self, layer: nn.Linear, x: Tensor) -> Tensor:
+    def layer(self, layer, x):
         return F.linear(x, layer.weight.to(self.dtype), layer.bias.to(self.dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         z = self.layer(self.c, self.layer(self.a, x.to(self.dtype)).tanh()).to(x.dtype)
         return z if self.mix is None else self.mix(z)
 
 
-def mlp(width: int = 64, outputs: int = 1000) -> nn.Module:
+def mlp(width=64, outputs=1000):
     hidden = [nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(256, outputs))
 
@@ -83,7 +77,7 @@ def mlp(width: int = 64, outputs: int = 1000) -> nn.Module:
 
 
 @pytest.mark.parametrize("seed", [1, 9, 13])
-def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
+def test_a_model_that_casts_its_inputs_is_right(seed):
     """Logits near zero are off by more than a thousandth of themselves.
 
     These seeds were refused.
@@ -100,13 +94,11 @@ def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outer", [torch.float32, torch.float64])
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
-def test_a_model_that_works_in_fewer_digits_within_is_right(
-    outer: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_a_model_that_works_in_fewer_digits_within_is_right(outer, dtype):
     """Each was refused in float32, and in float64 audits sent it to the loop.
 
-    Its float64 copy is off by more than 1e-9. In float16 all were: its gradients follow no cotangent
-    of 2^-20.
+    Its float64 copy is off by more than 1e-9. In float16 all were: its gradients follow no
+    cotangent of 2^-20.
     """
     torch.manual_seed(0)
     torch.set_default_dtype(outer)
@@ -127,19 +119,19 @@ def test_a_model_that_works_in_fewer_digits_within_is_right(
     assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
 
 
-def clipped(z: Tensor) -> Tensor:
+def clipped(z):
     z.register_hook(lambda g: g.clamp(-0.5, 0.5))
     return z * 1
 
 
-def test_a_hook_that_clips_is_refused_where_a_model_works_in_float16_within() -> None:
+def test_a_hook_that_clips_is_refused_where_a_model_works_in_float16_within():
     torch.manual_seed(0)
     model, x = Within(torch.float16, 10, clipped), torch.randn(6, 64)
     with pytest.raises(fastlr.errors.NonlinearBackwardError):
         norms(model, x, torch.randn(6, 10))
 
 
-def many_batches(monkeypatch: pytest.MonkeyPatch, models: int, batches: int) -> None:
+def many_batches(monkeypatch, models, batches):
     """Every batch is audited, and as many sizes as there are."""
     monkeypatch.setattr(audit, "SHARE", 1e9)
     for seed in range(models):
@@ -155,20 +147,22 @@ def many_batches(monkeypatch: pytest.MonkeyPatch, models: int, batches: int) -> 
             )
             norms(model, x, torch.randn(count, 1000))
         engine = engine_for(model)
-        assert engine.audits.failed == 0 and engine.audits.passed == batches
-        assert engine.proofs == 1 and not engine.ledger.reason_to_look
+        assert engine.audits.failed == 0
+        assert engine.audits.passed == batches
+        assert engine.proofs == 1
+        assert not engine.ledger.reason_to_look
 
 
-def test_no_batch_of_a_kept_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_batch_of_a_kept_engine_is_refused(monkeypatch):
     many_batches(monkeypatch, 4, 12)
 
 
 @pytest.mark.long
-def test_none_of_two_thousand_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_of_two_thousand_batches_is_refused(monkeypatch):
     many_batches(monkeypatch, 40, 50)
 
 
-def test_a_column_of_nothing_but_rounding_is_no_interaction() -> None:
+def test_a_column_of_nothing_but_rounding_is_no_interaction():
     """Two equal sums in another order; float64 cannot tell how far they are off."""
     torch.manual_seed(0)
     wrapped = None
@@ -181,49 +175,49 @@ def test_a_column_of_nothing_but_rounding_is_no_interaction() -> None:
 # -----------------------------------------------------------------------------
 
 
-def less_mean(part: float) -> Callable[[Tensor], Tensor]:
+def less_mean(part):
     return lambda z: z - part * z.detach().mean(0)
 
 
-def one_masked(z: Tensor) -> Tensor:
+def one_masked(z):
     """One logit of -1e9, and a thousandth of the mean in the others."""
     return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) == 3, -1e9)
 
 
-def half_masked(z: Tensor) -> Tensor:
+def half_masked(z):
     return less_mean(1e-3)(z).masked_fill(
         torch.arange(z.shape[1]) % 2 == 0, torch.finfo(torch.float32).min
     )
 
 
-def masked_by_sample(z: Tensor) -> Tensor:
+def masked_by_sample(z):
     return less_mean(1e-3)(z).masked_fill(z > z.median(1, keepdim=True).values, -1e9)
 
 
-def constant_column(z: Tensor) -> Tensor:
+def constant_column(z):
     return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) == 1, 7.0)
 
 
-def one_column(z: Tensor) -> Tensor:
+def one_column(z):
     return z - 0.01 * z.detach().mean(0) * (torch.arange(z.shape[1]) == 2)
 
 
-def tiny_column(z: Tensor) -> Tensor:
+def tiny_column(z):
     """A column of a 100-millionth of the others, which interacts within itself."""
     tiny = torch.arange(z.shape[1]) == 0
     return (z - 0.03 * z.detach().mean(0) * tiny) * torch.where(tiny, 1e-8, 1.0).to(z)
 
 
-def largest_columns(z: Tensor) -> Tensor:
+def largest_columns(z):
     """All columns but one are of 1e6; the one interacts."""
     return torch.cat([less_mean(0.03)(z[:, :1]), 1e6 * z[:, 1:]], 1)
 
 
-def one_output(z: Tensor) -> Tensor:
+def one_output(z):
     return less_mean(1e-3)(z[:, :1])
 
 
-def by_rank(z: Tensor) -> Tensor:
+def by_rank(z):
     place = z.detach()[:, :1].argsort(0).argsort(0).to(z)
     return z * (1 + 1e-2 * place)
 
@@ -244,9 +238,7 @@ FAINT = (
 
 @pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("outputs", [4, 1000])
-def test_faint_interactions_are_found_where_the_inputs_are_cast(
-    mix: Callable, outputs: int
-) -> None:
+def test_faint_interactions_are_found_where_the_inputs_are_cast(mix, outputs):
     torch.manual_seed(0)
     net = Written(
         lambda m, x: mix(m.c(m.a(x).tanh())), a=nn.Linear(64, 128), c=nn.Linear(128, outputs)
@@ -258,9 +250,7 @@ def test_faint_interactions_are_found_where_the_inputs_are_cast(
 
 @pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_faint_interactions_are_found_in_fewer_digits_within(
-    mix: Callable, dtype: torch.dtype
-) -> None:
+def test_faint_interactions_are_found_in_fewer_digits_within(mix, dtype):
     torch.manual_seed(0)
     model = Within(dtype, 10, mix)
     x = torch.randn(16, 64)
@@ -281,13 +271,13 @@ MASKS = [name for name in cases.LARGE if name.endswith(("interacting", "later"))
 
 @pytest.mark.parametrize("name", [*(n for n in LATER if n in cases.CASES), *MASKS])
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-def test_interactions_that_trust_tests_know_are_found(name: str) -> None:
+def test_interactions_that_trust_tests_know_are_found(name):
     """Interactions without a gradient that begin in a later batch are found.
 
     Such models were tried under no other conditions, and passed.
     """
     torch.manual_seed(0)
-    wrapped: dict[nn.Module, Cast] = {}
+    wrapped = {}
     for call in (cases.CASES | cases.LARGE)[name]():
         model = wrapped.setdefault(call.model, Cast(call.model))
         v = torch.randn(len(call.xs[0]), 4)
@@ -299,7 +289,7 @@ def test_interactions_that_trust_tests_know_are_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0.1, 0.01])
-def test_a_random_model_is_not_taken_for_rounding(size: float) -> None:
+def test_a_random_model_is_not_taken_for_rounding(size):
     torch.manual_seed(0)
     model = Cast(Written(lambda m, x: m.a(x) + size * torch.rand(len(x), 4), a=nn.Linear(5, 4)))
     x = torch.randn(6, 5)
@@ -312,7 +302,7 @@ def test_a_random_model_is_not_taken_for_rounding(size: float) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_can_tell_a_row_speaks_by_its_median() -> None:
+def test_where_nobody_can_tell_a_row_speaks_by_its_median():
     torch.manual_seed(0)
     want = torch.randn(1, 1000)
     want[0, 7] = 1e-5
@@ -328,7 +318,7 @@ def test_where_nobody_can_tell_a_row_speaks_by_its_median() -> None:
         assert not agree(want, other, 1e-3, lambda: None), "a logit of -1e9 hides it"
 
 
-def test_measured_rounding_is_each_columns_own() -> None:
+def test_measured_rounding_is_each_columns_own():
     want = torch.tensor([[1e-6, 1.0], [2e-6, 1.0]])
     allowed = torch.tensor([[0.0, 1.0], [1e-7, 1.0]])
     noise = Noise(allowed, own=True)
@@ -346,13 +336,13 @@ class Masked(nn.Module):
     In float64 it overflows.
     """
 
-    def __init__(self, mix: float = 0.0, scale: float = 1.0) -> None:
+    def __init__(self, mix=0.0, scale=1.0):
         super().__init__()
         self.a, self.c = nn.Linear(5, 6), nn.Linear(6, 4)
         self.mix, self.scale = mix, scale
         self.eval()
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         h = self.a(x).tanh()
         bias = (1.0 - mask.float()) * torch.finfo(self.a.weight.dtype).min
         scores = (h @ h.transpose(1, 2)).float() + bias[:, None]
@@ -360,12 +350,12 @@ class Masked(nn.Module):
         return z - self.mix * z.detach().mean(0)
 
 
-def masked_batch() -> tuple[Tensor, Tensor]:
+def masked_batch():
     torch.manual_seed(0)
     return torch.randn(6, 7, 5), torch.arange(7) < torch.tensor([[7], [3], [5], [7], [1], [6]])
 
 
-def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on() -> None:
+def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on():
     model, xs, v = Masked(), masked_batch(), torch.randn(6, 4)
     assert not Masked().double()(xs[0].double(), xs[1]).isfinite().all()
     got = norms(model, xs, v)
@@ -377,17 +367,17 @@ def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on() -> None:
     assert "own dtype" in fastlr.support_report(model, xs).subject
 
 
-def test_interactions_are_found_where_the_copy_is_not_finite() -> None:
+def test_interactions_are_found_where_the_copy_is_not_finite():
     with pytest.raises(fastlr.InteractionError):
         norms(Masked(mix=0.01), masked_batch(), torch.randn(6, 4))
 
 
-def test_a_model_that_is_not_finite_itself_is_refused_as_such() -> None:
+def test_a_model_that_is_not_finite_itself_is_refused_as_such():
     with pytest.raises(fastlr.errors.NonFiniteError):
         norms(Masked(scale=float("inf")), masked_batch(), torch.randn(6, 4))
 
 
-def test_canine() -> None:
+def test_canine():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {

@@ -1,8 +1,5 @@
 """Parts of a model that torch.compile has compiled are measured as they were written."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 from threading import Event, Thread
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import assert_norms, truth
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastlr
@@ -21,62 +18,62 @@ BACKEND = "aot_eager"  # a compiled part is one node of the graph, without a com
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
+def nothing_compiled_before():
     torch._dynamo.reset()  # a function that was compiled too often is compiled no more
     yield
     torch._dynamo.reset()
 
 
-def layers() -> nn.Sequential:
+def layers():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 class Decorated(nn.Module):
     """Its forward is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = layers()
 
     @torch.compile(backend=BACKEND)
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.net(x).tanh()
 
 
 @torch.compile(backend=BACKEND)
-def bounded(weight: Tensor) -> Tensor:
+def bounded(weight):
     return weight.tanh() * weight.norm()
 
 
 class OfAWeight(nn.Module):
     """A compiled function of its weight alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x @ bounded(self.weight).T).tanh()
 
 
 class Checkpointed(nn.Module):
     """A checkpoint that runs a compiled part again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.part = torch.compile(layers(), backend=BACKEND)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.part, x.tanh(), use_reentrant=False)
 
 
-def in_place() -> nn.Module:
+def in_place():
     net = layers()
     net.compile(backend=BACKEND)
     return net
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "submodule": lambda: torch.compile(layers(), backend=BACKEND),
     "decorated": Decorated,
     "of a weight": OfAWeight,
@@ -85,18 +82,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("part", MODELS.values(), ids=MODELS)
-def test_compiled_parts_go_by_rule(part: Callable[[], nn.Module]) -> None:
+def test_compiled_parts_go_by_rule(part):
     held(nn.Sequential(nn.Linear(4, 4), part(), nn.Linear(4, 3)))
 
 
-def test_they_do_so_where_they_have_run_compiled() -> None:
+def test_they_do_so_where_they_have_run_compiled():
     model = nn.Sequential(nn.Linear(4, 4), OfAWeight(), nn.Linear(4, 3))
     model(torch.randn(5, 4)).sum().backward()
     held(model)
 
 
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-def test_checkpoints_run_them_again_as_they_were_written() -> None:
+def test_checkpoints_run_them_again_as_they_were_written():
     """Their backward pass was met by other tensors than had been saved."""
     model, x, y = Checkpointed(), torch.randn(4, 4), torch.arange(4)
     plain = nn.Sequential(nn.Tanh(), deepcopy(model.part._orig_mod))
@@ -109,7 +106,7 @@ def test_checkpoints_run_them_again_as_they_were_written() -> None:
         assert measure(model) == pytest.approx(measure(plain), rel=1e-5)
 
 
-def held(model: nn.Module) -> None:
+def held(model):
     """Require the truth of the norms, by rule, with rows that the graph tells."""
     model, x = model.double(), torch.randn(5, 4, dtype=torch.float64)
     v = torch.randn(5, 3, dtype=torch.float64)
@@ -122,19 +119,19 @@ def held(model: nn.Module) -> None:
     assert not engine.ledger.reason_to_look
 
 
-def node(part: nn.Module) -> str:
+def node(part):
     """The kind of the node that the part ends in."""
     return type(part(torch.randn(5, 4)).grad_fn).__name__
 
 
-def test_afterwards_they_run_compiled_again() -> None:
+def test_afterwards_they_run_compiled_again():
     part = torch.compile(layers(), backend=BACKEND)
     with uncompiled(), uncompiled():
         assert node(part) == "AddmmBackward0"
     assert "Compiled" in node(part)
 
 
-def test_threads_that_overlap_leave_the_stance_as_it_was() -> None:
+def test_threads_that_overlap_leave_the_stance_as_it_was():
     """The first to enter is the first to leave.
 
     Putting back what each has found would leave all functions uncompiled.
@@ -142,7 +139,7 @@ def test_threads_that_overlap_leave_the_stance_as_it_was() -> None:
     first_is_in, both_are_in, first_is_out = Event(), Event(), Event()
     part = torch.compile(layers(), backend=BACKEND)
 
-    def first() -> None:
+    def first():
         with uncompiled():
             first_is_in.set()
             both_are_in.wait()

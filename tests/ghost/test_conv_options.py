@@ -3,24 +3,19 @@
 They stand alone, and are folded with their batch norm.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import holds
 from folding import randomise
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr.ops.geometry import ConvGeometry
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "valid": {"padding": "valid"},
     "valid, strided": {"padding": "valid", "stride": (2,)},
     "same": {"padding": "same"},
@@ -30,53 +25,52 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one dilation": {"dilation": (2,)},
     "one of each": {"padding": [1], "stride": (2,), "dilation": (1,)},
 }
-OF_TRANSPOSED: dict[str, dict[str, Any]] = {
+OF_TRANSPOSED = {
     "one padding": {"padding": (1,)},
     "one stride": {"stride": (2,)},
     "one of each": {"padding": [1], "stride": (2,), "output_padding": (1,)},
 }
 
 
-class Call(nn.Module):
+class Convolves(nn.Module):
     """A functional convolution of four channels to six.
 
     With ``norm`` a batch norm and an activation follow.
     """
 
-    def __init__(
-        self, call: Callable[..., Tensor], weight: Tensor, options: dict, norm: nn.Module | None
-    ) -> None:
+    def __init__(self, call, weight, options, norm):
         super().__init__()
         self.call, self.options, self.norm = call, options, norm
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.randn(6))
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.randn(6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.call(x, self.weight, self.bias, **self.options)
         return (y if self.norm is None else self.norm(y).relu()).flatten(1)
 
 
-def images(axes: int) -> Tensor:
+def images(axes):
     return torch.randn(4, 4, *[6] * axes, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("folded", [False, True])
-def test_convolutions_go_by_rule(axes: int, options: dict[str, Any], folded: bool) -> None:
+def test_convolutions_go_by_rule(axes, options, folded):
     weight = torch.randn(6, 4, *[3] * axes)
-    model = Call(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
+    model = Convolves(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
     engine = holds(randomise(model), images(axes))
     assert set(engine.folding.folded) == ({"weight"} if folded else set())
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("options", OF_TRANSPOSED.values(), ids=OF_TRANSPOSED)
-def test_transposed_convolutions_go_by_rule(axes: int, options: dict[str, Any]) -> None:
+def test_transposed_convolutions_go_by_rule(axes, options):
     weight = torch.randn(4, 6, *[3] * axes)
-    holds(randomise(Call(TRANSPOSED[axes], weight, options, None)), images(axes))
+    holds(randomise(Convolves(TRANSPOSED[axes], weight, options, None)), images(axes))
 
 
-def test_padding_that_differs_between_the_sides_is_not_folded() -> None:
+def test_padding_that_differs_between_the_sides_is_not_folded():
     model = nn.Sequential(nn.Conv2d(4, 6, 4, padding="same"), nn.BatchNorm2d(6), nn.Flatten())
     assert not holds(randomise(model), images(2)).folding.folded
 
@@ -84,6 +78,6 @@ def test_padding_that_differs_between_the_sides_is_not_folded() -> None:
 @pytest.mark.parametrize(
     "options", [{"padding": (1, 1, 1)}, {"stride": (2, 2, 2)}, {"padding": "same", "stride": 2}]
 )
-def test_what_torch_refuses_has_no_geometry(options: dict[str, Any]) -> None:
+def test_what_torch_refuses_has_no_geometry(options):
     given = {"stride": 1, "padding": 0, "dilation": 1} | options
     assert ConvGeometry.of((3, 3), **given) is None

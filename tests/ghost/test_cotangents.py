@@ -1,7 +1,5 @@
 """Cotangents of any size are brought to unit size without losing a bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -37,8 +35,11 @@ def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):
     v = (signs * sizes.view(axis)).to(given or dtype)
     unit, squares = scaled(v, torch.empty(shape, dtype=dtype), out_dim)
     want, power = by_definition(v, out_dim)
-    assert unit.dtype == dtype and squares.dtype == torch.float64 and squares.shape == (len(SIZES),)
-    assert torch.equal(unit, want.to(dtype)) and torch.equal(squares, power)
+    assert unit.dtype == dtype
+    assert squares.dtype == torch.float64
+    assert squares.shape == (len(SIZES),)
+    assert torch.equal(unit, want.to(dtype))
+    assert torch.equal(squares, power)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -3,8 +3,6 @@
 Their rows are known of the graph; values are the zoo's.
 """
 
-from __future__ import annotations
-
 import models_zoo as zoo
 import pytest
 import torch
@@ -22,7 +20,7 @@ NAMES = [name for name in zoo.ZOO if name.startswith(("distances", "spectrum"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_by_rule_and_looked_at_once(name: str) -> None:
+def test_by_rule_and_looked_at_once(name):
     case = zoo.make(name, torch.float64)
     engine = engine_for(case.model)
     x = torch.randn(COUNT, *case.x.shape[1:], dtype=torch.float64)
@@ -35,7 +33,7 @@ def test_by_rule_and_looked_at_once(name: str) -> None:
     assert engine.ledger.notes == []
 
 
-def test_rows_that_are_nearly_a_point() -> None:
+def test_rows_that_are_nearly_a_point():
     """Norms are those of the gradients that torch takes.
 
     That holds where distances of float32 have lost their digits, too.

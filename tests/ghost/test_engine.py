@@ -3,8 +3,6 @@
 An error names the thing, the reason and the remedy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os
@@ -12,7 +10,7 @@ import os
 import pytest
 import torch
 from single_samples import Written, truth
-from torch import Tensor, nn
+from torch import nn
 from untouched import untouched
 
 import fastlr
@@ -26,12 +24,12 @@ from fastlr.ghost.verification import audit
 from fastlr.ghost.verification.agreement import low_precision
 
 
-def mlp() -> nn.Sequential:
+def mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
-def images() -> tuple[nn.Module, Tensor, Tensor]:
+def images():
     """A convolutional network, its inputs and a cotangent."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -40,17 +38,17 @@ def images() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(8, 3, 8, 8), torch.randn(8, 3)
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
+def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
+def agree(model, x, v, rtol=1e-10):
     torch.testing.assert_close(
         fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0
     )
 
 
-def agree_on_four(model: nn.Module) -> None:
+def agree_on_four(model):
     """Hold a model of five inputs and three outputs to the truth on four samples."""
     agree(model, draw(4, 5), draw(4, 3))
 
@@ -59,14 +57,14 @@ def agree_on_four(model: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_costs_no_proof(proofs: list[int]) -> None:
+def test_a_second_call_costs_no_proof(proofs):
     model = mlp()
     for count in (4, 4, 9, 2, 1, 64):
         agree(model, draw(count, 5), draw(count, 3))
     assert len(proofs) == 1
 
 
-def test_weights_may_change_between_calls(proofs: list[int]) -> None:
+def test_weights_may_change_between_calls(proofs):
     model = mlp()
     for _ in range(3):
         agree_on_four(model)
@@ -76,7 +74,7 @@ def test_weights_may_change_between_calls(proofs: list[int]) -> None:
     assert len(proofs) == 1
 
 
-def test_a_new_structure_is_proven_anew(proofs: list[int]) -> None:
+def test_a_new_structure_is_proven_anew(proofs):
     model = Written(
         lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)
     ).double()
@@ -86,8 +84,8 @@ def test_a_new_structure_is_proven_anew(proofs: list[int]) -> None:
     assert len(proofs) == 2
 
 
-def test_a_change_that_hides_a_parameter_is_seen() -> None:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
+def test_a_change_that_hides_a_parameter_is_seen():
+    def forward(m, x):
         with torch.set_grad_enabled(not m.hide):
             y = m.b(x)
         return m.a(x) + y
@@ -99,7 +97,7 @@ def test_a_change_that_hides_a_parameter_is_seen() -> None:
     refused(fastlr.HiddenParameterError, "module b", model, draw(4, 5))
 
 
-def test_a_change_that_makes_samples_interact_is_seen() -> None:
+def test_a_change_that_makes_samples_interact_is_seen():
     model = Written(
         lambda m, x: m.a(x - x.mean(0).detach()) if m.centre else m.a(x * 1.0) + 0,
         a=nn.Linear(5, 3),
@@ -111,7 +109,7 @@ def test_a_change_that_makes_samples_interact_is_seen() -> None:
     refused(fastlr.InteractionError, "interact", model, draw(4, 5))
 
 
-def test_freezing_is_seen(proofs: list[int]) -> None:
+def test_freezing_is_seen(proofs):
     model = mlp()
     agree_on_four(model)
     model[0].weight.requires_grad_(False)
@@ -125,32 +123,32 @@ def test_freezing_is_seen(proofs: list[int]) -> None:
     }
 
 
-def resident() -> int:
+def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
-def test_many_calls_leave_memory_flat() -> None:
+def test_many_calls_leave_memory_flat():
     model, x, v = images()
-    for _ in range(100):
+    for _ in range(40):
         fastlr.per_sample_grad_sq_norms(model, x, v)
     gc.collect()
     before, objects = resident(), len(gc.get_objects())
-    for _ in range(400):
+    for _ in range(150):
         fastlr.per_sample_grad_sq_norms(model, x, v)
     gc.collect()
     assert resident() - before < 8 << 20
     assert len(gc.get_objects()) - objects < 100
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
+def test_the_same_call_gives_the_same_bits():
     model, x, v = images()
     first = fastlr.per_sample_grad_sq_norms(model, x, v)  # with the proof
     assert all(torch.equal(fastlr.per_sample_grad_sq_norms(model, x, v), first) for _ in range(3))
 
 
-def test_wrappers_are_looked_through() -> None:
+def test_wrappers_are_looked_through():
     model = mlp()
     want = truth(model, (draw(4, 5),), draw(4, 3))
     compiled = torch.compile(model, backend="eager")
@@ -169,14 +167,12 @@ def test_wrappers_are_looked_through() -> None:
 
 
 @pytest.mark.parametrize("in_dim", [0, 1])
-def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
+def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim):
     """A linear layer takes another path through autograd where its input is not contiguous."""
     model = nn.Linear(2, 3).double()
     # Time first, in memory sample first.
-    x, v = (
-        draw(4, 6, 2).transpose(0, 1),
-        draw(4, 6, 3).transpose(0, 1),
-    )
+    x = draw(4, 6, 2).transpose(0, 1)
+    v = draw(4, 6, 3).transpose(0, 1)
     x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
     got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
     want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
@@ -190,7 +186,7 @@ def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None
 # ----------------------------------------------------------------------------------
 
 
-def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
+def wrong_rule(monkeypatch, when):
     """Make the linear rule give twice the gradient where ``when(site)``."""
     right = rules.RULES["AddmmBackward0"]
 
@@ -204,7 +200,7 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
     monkeypatch.setitem(rules.RULES, "AddmmBackward0", twice)
 
 
-def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_found_by_the_proof(monkeypatch):
     wrong_rule(monkeypatch, lambda site: True)
     model = mlp()
     agree_on_four(model)
@@ -214,8 +210,8 @@ def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     wrong_rule(monkeypatch, lambda site: site.count != 3)
     model = mlp()
     with pytest.warns(fastlr.FastlrWarning, match="audit of a sample"):
@@ -223,7 +219,7 @@ def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(
     assert fastlr.support_report(model, draw(8, 5)).routes["0.weight"] == "loop"
 
 
-def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch):
     monkeypatch.delitem(rules.RULES, "AddmmBackward0")
     model = mlp()
     agree_on_four(model)
@@ -236,13 +232,11 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPa
     "right",
     [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)],
 )
-def test_marks_tell_layouts_apart(right: Regular) -> None:
+def test_marks_tell_layouts_apart(right):
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
-    plain, marks = (
-        draw(*shape),
-        Marks.make(count, torch.float64, torch.device("cpu"), regular=False),
-    )
+    plain = draw(*shape)
+    marks = Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
     ids = right.samples(shape[right.dim], count, plain.device)
     along = [-1 if d == right.dim else 1 for d in range(3)]
     sums = (
@@ -255,12 +249,13 @@ def test_marks_tell_layouts_apart(right: Regular) -> None:
                 layout = Regular(right.dim, outer, inner)
                 assert (explains(layout, *sums, marks) is not None) == (layout == right)
     found = explains(Ragged(right.dim), *sums, marks)
-    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    assert isinstance(found, Ragged)
+    assert torch.equal(found.ids, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 3, 40, 512, 3000])
-def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.dtype) -> None:
+def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
     marks = Marks.make(count, dtype, torch.device("cpu"), regular=False)
     assert len(marks.factors) <= 5
     ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
@@ -271,7 +266,8 @@ def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.d
         * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
     )
     found = explains(Ragged(0), plain, marked, marks)
-    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    assert isinstance(found, Ragged)
+    assert torch.equal(found.ids, ids)
     for share in (0.5, 0.25, 0.2):  # a row of two samples is that of neither, nor of a third
         others = torch.where(ids == 0, 1, 0)
         mixed = plain * ((1 - share) * marks.factors[:, ids] + share * marks.factors[:, others])
@@ -281,8 +277,9 @@ def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.d
             assert explains(Ragged(0), plain, one, marks) is None
 
 
-def test_rows_that_mix_samples_have_no_layout() -> None:
-    plain, marks = draw(6, 4), Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
+def test_rows_that_mix_samples_have_no_layout():
+    plain = draw(6, 4)
+    marks = Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
     marked = plain * marks.factors.repeat(1, 2)[..., None]
     marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
     sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])
@@ -290,7 +287,7 @@ def test_rows_that_mix_samples_have_no_layout() -> None:
     assert explains(Ragged(0), *sums, marks) is None
 
 
-def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> None:
+def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later():
     """A table of which the proof's samples use no row that has a gradient."""
     gate = Written(
         lambda m, x: m.a(x) * (x[:, :1] > 0) + x.sum(1, keepdim=True) * m.b,
@@ -305,7 +302,7 @@ def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> Non
     agree(gate, x, draw(8, 1))
 
 
-def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
+def test_a_batch_of_one_settles_nothing_for_larger_ones():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(
         8, 2, 16, 0.0, batch_first=True
@@ -318,7 +315,7 @@ def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
             torch.testing.assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
 
 
-def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch):
     """A wrong rule is found where the gradient was zero in the proof.
 
     The sample that shows it is not the one of the spot check.
@@ -338,7 +335,7 @@ def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyP
     assert fastlr.support_report(gate, x).routes["a.weight"] == "loop"
 
 
-def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_proof_can_refute_an_earlier_one(monkeypatch):
     model = Written(lambda m, x: m.a(m.a(x)) if m.twice else m.a(x), a=nn.Linear(5, 5)).double()
     model.twice = False
     agree(model, draw(4, 5), draw(4, 5))
@@ -354,18 +351,18 @@ def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch
 
 
 def refused(
-    error: type[Exception],
-    pattern: str,
-    model: nn.Module,
-    x: object,
-    v: Tensor | None = None,
+    error,
+    pattern,
+    model,
+    x,
+    v=None,
     **options,
-) -> None:
+):
     with pytest.raises(error, match=pattern):
         fastlr.per_sample_grad_sq_norms(model, x, v if v is not None else draw(4, 3), **options)
 
 
-def test_batch_norm_in_train_mode_is_named() -> None:
+def test_batch_norm_in_train_mode_is_named():
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with untouched(model):
         refused(
@@ -377,12 +374,12 @@ def test_batch_norm_in_train_mode_is_named() -> None:
     agree_on_four(model.eval())
 
 
-def linear(function) -> Written:
+def linear(function):
     """A function of a module with a linear layer ``a``, and of its inputs."""
     return Written(function, a=nn.Linear(5, 3)).double()
 
 
-def test_parameters_outside_the_graph() -> None:
+def test_parameters_outside_the_graph():
     hidden = Written(
         lambda m, x: m.a(x) + m.b(x).detach(), a=nn.Linear(5, 3), b=nn.Linear(5, 3)
     ).double()
@@ -395,10 +392,11 @@ def test_parameters_outside_the_graph() -> None:
     unused = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
     agree_on_four(unused)
     report = fastlr.support_report(unused, draw(4, 5))
-    assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
+    assert report.routes["b.weight"] == "zero"
+    assert "not used by the output" in str(report)
 
 
-def test_leaves_that_are_not_parameters_are_named() -> None:
+def test_leaves_that_are_not_parameters_are_named():
     stray = draw(5).requires_grad_()
     model = linear(lambda m, x: m.a(x * stray))
     with pytest.warns(fastlr.FastlrWarning, match=r"shapes \(5,\) require grad .* not counted"):
@@ -406,21 +404,22 @@ def test_leaves_that_are_not_parameters_are_named() -> None:
     assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
 
 
-def root_of_zero(m: nn.Module, x: Tensor) -> Tensor:
+def root_of_zero(m, x):
     """The gradient of the root is infinite."""
     return (m.a(x) * 0).abs().sqrt()
 
 
-def norms(model: object, x: Tensor, v: Tensor | None = None, **options):
+def norms(model, x, v=None, **options):
     v = draw(4, 3) if v is None else v
     return fastlr.per_sample_grad_sq_norms(model, x, v, **options)  # type: ignore[arg-type]
 
 
-X, NAN_COLUMN = draw(4, 5), draw(4, 5).index_fill(1, torch.tensor(2), torch.nan)
+X = draw(4, 5)
+NAN_COLUMN = draw(4, 5).index_fill(1, torch.tensor(2), torch.nan)
 DROPOUT = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
 
 
-def test_opposite_infinities_among_the_inputs_are_numbers() -> None:
+def test_opposite_infinities_among_the_inputs_are_numbers():
     x = draw(4, 5)
     x[0, 0], x[1, 1] = torch.inf, -torch.inf  # their sum is none
     clamped = linear(lambda m, x: m.a(x.clamp(-1, 1)))
@@ -477,12 +476,12 @@ def test_opposite_infinities_among_the_inputs_are_numbers() -> None:
         ("Model", "complex", lambda: norms(nn.Linear(5, 3, dtype=torch.complex128), X)),
     ],
 )
-def test_what_cannot_be_measured_is_named(error, pattern, call) -> None:
+def test_what_cannot_be_measured_is_named(error, pattern, call):
     with pytest.raises(getattr(fastlr, f"{error}Error"), match=pattern):
         call()
 
 
-def test_nothing_is_touched_when_a_call_fails() -> None:
+def test_nothing_is_touched_when_a_call_fails():
     model = nn.Sequential(
         nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
     ).double()
@@ -497,8 +496,10 @@ def test_nothing_is_touched_when_a_call_fails() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiny_and_huge_cotangents(scale: float, dtype: torch.dtype) -> None:
-    model, x, v = mlp().to(dtype), draw(4, 5).to(dtype), draw(4, 3).to(dtype).double()
+def test_tiny_and_huge_cotangents(scale, dtype):
+    model = mlp().to(dtype)
+    x = draw(4, 5).to(dtype)
+    v = draw(4, 3).to(dtype).double()
     got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
     unit = fastlr.per_sample_grad_sq_norms(model, x, v)
     torch.testing.assert_close(
@@ -506,7 +507,7 @@ def test_tiny_and_huge_cotangents(scale: float, dtype: torch.dtype) -> None:
     )
 
 
-def test_autocast_is_close() -> None:
+def test_autocast_is_close():
     model, x, v = images()
     want = fastlr.per_sample_grad_sq_norms(model, x, v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -516,7 +517,7 @@ def test_autocast_is_close() -> None:
         assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
 
 
-def test_batch_norm_of_another_library(monkeypatch) -> None:
+def test_batch_norm_of_another_library(monkeypatch):
     """Batch norm by cuDNN has another node name and another name for epsilon, and is right.
 
     On a GPU it is the node of float32, and of the proof.
@@ -524,10 +525,10 @@ def test_batch_norm_of_another_library(monkeypatch) -> None:
     rule = rules.RULES["NativeBatchNormBackward0"]
 
     class Node:
-        def __init__(self, node) -> None:
+        def __init__(self, node):
             self._node = node
 
-        def __getattr__(self, name: str):
+        def __getattr__(self, name):
             if name == "_saved_eps":
                 raise AttributeError(name)
             return getattr(self._node, "_saved_eps" if name == "_saved_epsilon" else name)
@@ -557,7 +558,7 @@ def test_batch_norm_of_another_library(monkeypatch) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype) -> None:
+def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype):
     model = (
         nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
     )
@@ -567,7 +568,7 @@ def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype) -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_recurrent_layers_on_a_gpu() -> None:
+def test_recurrent_layers_on_a_gpu():
     parts = {"rnn": nn.LSTM(4, 6, batch_first=True), "head": nn.Linear(6, 2)}
     model = Written(lambda m, x: m.head(m.rnn(x)[0][:, -1]), **parts).eval()
     x, v = torch.randn(5, 3, 4), torch.randn(5, 2)
@@ -576,15 +577,18 @@ def test_recurrent_layers_on_a_gpu() -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=0)
 
 
-def test_low_precision_is_that_of_products() -> None:
-    gpu, cpu, backends = torch.device("cuda"), torch.device("cpu"), torch.backends
+def test_low_precision_is_that_of_products():
+    gpu = torch.device("cuda")
+    cpu = torch.device("cpu")
+    backends = torch.backends
     before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
     try:
-        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
-        assert low_precision(gpu, {torch.float32}) and not low_precision(gpu, {torch.float64})
-        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(
-            cpu, {torch.float32}
-        )
+        backends.cudnn.allow_tf32 = True
+        backends.cuda.matmul.allow_tf32 = False
+        assert low_precision(gpu, {torch.float32})
+        assert not low_precision(gpu, {torch.float64})
+        assert low_precision(cpu, {torch.float32, torch.bfloat16})
+        assert not low_precision(cpu, {torch.float32})
         backends.cudnn.allow_tf32 = False
         assert not low_precision(gpu, {torch.float32})
         with torch.autocast("cpu", torch.bfloat16):
@@ -593,7 +597,7 @@ def test_low_precision_is_that_of_products() -> None:
         backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
 
 
-def test_cudnn_is_as_it_was_afterwards() -> None:
+def test_cudnn_is_as_it_was_afterwards():
     cudnn = torch.backends.cudnn
     before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     for layer, enabled in ((nn.Linear(2, 2), before[0]), (nn.LSTM(2, 2), False)):
@@ -602,21 +606,22 @@ def test_cudnn_is_as_it_was_afterwards() -> None:
         assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == before
 
 
-def test_several_passes_add_up() -> None:
+def test_several_passes_add_up():
     model, x = mlp(), draw(4, 5)
     several = [draw(4, 3, seed=k) for k in range(3)]
     got = Engine(model).run(x, lambda z: iter(several)).total
     torch.testing.assert_close(got, sum(truth(model, (x,), v) for v in several))
 
 
-def test_unit_passes_keep_the_fast_route() -> None:
+def test_unit_passes_keep_the_fast_route():
     """One output element at a time, as probe="exact" does, keeps the sample axis.
 
     The zeros in such a cotangent must not lose it.
     """
-    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), draw(4, 7, 5)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = draw(4, 7, 5)
 
-    def units(z: Tensor):
+    def units(z):
         for p in range(z.shape[1]):
             v = torch.zeros_like(z)
             v[:, p, 0] = 1
@@ -628,7 +633,7 @@ def test_unit_passes_keep_the_fast_route() -> None:
     torch.testing.assert_close(result.total, want)
 
 
-def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call() -> None:
+def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call():
     torch.manual_seed(0)
     gated = Written(
         lambda m, x: m.b(x) + (x[:, :1] > 10) * m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)
@@ -638,9 +643,8 @@ def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call() -> None:
     first, second = (
         fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2)
     )
-    assert first["a.weight"][4] > 0 and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    assert first["a.weight"][4] > 0
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive
 
 
@@ -657,7 +661,7 @@ def test_what_is_random_whatever_the_mode_is_told_apart():
     assert "model.eval()" not in str(raised.value)
 
 
-def rare_branch() -> Written:
+def rare_branch():
     """A second layer for rows whose first number is large."""
 
     def forward(m, x):

@@ -1,24 +1,19 @@
 """What the first call costs: one proof tells everything, or two where it refutes folded blocks."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from exact import truth
 from folding import randomise
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr.ghost.engine import Engine
 
 
-def block(channels: int, after: Callable[[Tensor], Tensor]) -> Written:
+def block(channels, after):
     """A folded convolution on windows of its input, several a sample."""
 
-    def forward(m: Written, x: Tensor) -> Tensor:
+    def forward(m, x):
         windows = x.unflatten(2, (-1, 2)).transpose(1, 2).flatten(0, 1)
         return x + after(torch.relu(m.bn(m.conv(windows))).reshape(x.shape))
 
@@ -29,31 +24,27 @@ class Unlisted(torch.autograd.Function):
     """The identity as a custom function, by which the graph does not tell the rows below it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, g):  # type: ignore[override]
         return g.clone()
 
 
-def net(after: Callable[[Tensor], Tensor]) -> nn.Module:
+def net(after):
     """Four blocks between a folded convolution of whole images and a linear layer."""
     stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     return randomise(nn.Sequential(stem, *[block(4, after) for _ in range(4)], head))
 
 
-def first_call(
-    model: nn.Module, x: Tensor, v: Tensor, want: dict[str, Tensor]
-) -> tuple[Engine, dict[str, str]]:
+def first_call(model, x, v, want):
     """The engine and the routes of a first call, whose norms are held to ``want``."""
     engine = Engine(model)
     got = engine.run(x, v.to(x.dtype))
-    total, close = (
-        torch.stack(list(want.values())).sum(0),
-        1e-8 if x.dtype == torch.float64 else 1e-3,
-    )
+    total = torch.stack(list(want.values())).sum(0)
+    close = 1e-8 if x.dtype == torch.float64 else 1e-3
     for name, value in want.items():
         assert bool(
             ((got.per_parameter[name] - value).abs() <= close * (value + 1e-4 * total)).all()
@@ -62,16 +53,19 @@ def first_call(
 
 
 @pytest.mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
-def test_all_folds_are_refuted_at_once(after: Callable[[Tensor], Tensor], proofs: int) -> None:
+def test_all_folds_are_refuted_at_once(after, proofs):
     torch.manual_seed(0)
-    model, x, v = net(after), torch.randn(5, 3, 4, 4).double(), torch.randn(5, 3).double()
+    model = net(after)
+    x = torch.randn(5, 3, 4, 4).double()
+    v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)
-    assert engine.proofs == proofs and set(routes.values()) == {"rule"}
+    assert engine.proofs == proofs
+    assert set(routes.values()) == {"rule"}
     assert set(engine.folding.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
     assert set(engine.folding.folded) == {"0.0.weight"}
 
 
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "levit_128s": {
         "img_size": 128,
         "embed_dim": (32, 48, 64),
@@ -92,9 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("validated", [False, True])
-def test_image_models_take_two_proofs_at_most(
-    name: str, dtype: torch.dtype, validated: bool
-) -> None:
+def test_image_models_take_two_proofs_at_most(name, dtype, validated):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **MODELS[name]).eval().to(dtype)
@@ -108,6 +100,8 @@ def test_image_models_take_two_proofs_at_most(
         with torch.no_grad():
             model(x)
     engine, routes = first_call(model, x, v, want)
-    assert engine.proofs <= 2 and set(routes.values()) == {"rule"}
+    assert engine.proofs <= 2
+    assert set(routes.values()) == {"rule"}
     biases = [key for key in want if key.endswith("attention_biases")]
-    assert biases and all(bool((want[key] > 0).all()) for key in biases)
+    assert biases
+    assert all(bool((want[key] > 0).all()) for key in biases)

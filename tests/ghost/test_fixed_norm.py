@@ -1,14 +1,12 @@
 """Batch norm that runs alone as a scaling and a shift: its node's gradients, its use, its norms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import assert_same_function
 from folding import check, randomise
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from bench import cases
@@ -24,7 +22,7 @@ class Transposed(nn.Module):
     One module is applied twice if so asked.
     """
 
-    def __init__(self, times: int = 1, **options: object) -> None:
+    def __init__(self, times=1, **options):
         super().__init__()
         self.inner, self.bn, self.outer = (
             nn.Linear(4, 5),
@@ -33,23 +31,21 @@ class Transposed(nn.Module):
         )  # type: ignore
         self.times = times
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.inner(x)
         for _ in range(self.times):
             y = torch.tanh(self.bn(y.transpose(1, 2)).transpose(1, 2))
         return self.outer(y).mean(1)
 
 
-def series(batch: int = 3) -> Tensor:
+def series(batch=3):
     return torch.randn(batch, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("frozen", [(), ("x",), ("gamma",), ("beta",), ("gamma", "beta")])
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 4), (2, 5, 4, 3), (2, 5, 2, 3, 2)])
 @pytest.mark.parametrize("given", ["both", "gamma", "beta"])
-def test_its_gradients_are_right(
-    frozen: tuple[str, ...], shape: tuple[int, ...], given: str
-) -> None:
+def test_its_gradients_are_right(frozen, shape, given):
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(
@@ -60,20 +56,16 @@ def test_its_gradients_are_right(
     if given != "both":
         tensors["beta" if given == "gamma" else "gamma"] = None  # type: ignore[assignment]
     x, gamma, beta = tensors.values()
-    mean, var = (
-        torch.randn(5, generator=generator, dtype=torch.float64),
-        torch.rand(5, dtype=torch.float64) + 0.5,
-    )
-    got, want = (
-        FixedNorm.apply(x, gamma, beta, mean, var, 1e-3),
-        F.batch_norm(x, mean, var, gamma, beta, eps=1e-3),
-    )
+    mean = torch.randn(5, generator=generator, dtype=torch.float64)
+    var = torch.rand(5, dtype=torch.float64) + 0.5
+    got = FixedNorm.apply(x, gamma, beta, mean, var, 1e-3)
+    want = F.batch_norm(x, mean, var, gamma, beta, eps=1e-3)
     assert_same_function(
         got, want, [t for t in (x, gamma, beta) if t is not None and t.requires_grad]
     )
 
 
-def test_strides_are_kept() -> None:
+def test_strides_are_kept():
     x = torch.randn(3, 7, 5).transpose(1, 2).requires_grad_()
     ones, zeros = torch.ones(5), torch.zeros(5)
     out = FixedNorm.apply(x, ones, zeros, zeros, ones, 0.0)
@@ -115,7 +107,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_norms_are_those_of_the_model(name: str) -> None:
+def test_norms_are_those_of_the_model(name):
     make, fixed = MODELS[name]
     if fixed is None:  # batch statistics: samples interact
         with pytest.raises(fastlr.errors.ModelError):
@@ -128,13 +120,13 @@ def test_norms_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["bn.weight", "bn.bias", "inner.weight"])
-def test_frozen_parts(frozen: str) -> None:
+def test_frozen_parts(frozen):
     model = Transposed()
     model.get_parameter(frozen).requires_grad_(False)
     assert check(model, 0, series()).fixed == {"bn.weight"}
 
 
-def test_samples_of_several_rows_are_told_apart() -> None:
+def test_samples_of_several_rows_are_told_apart():
     """Channels folded into the batch, as PatchTST does."""
     folded = Written(
         lambda m, x: m.inner(x.reshape(-1, 7, 4)).reshape(len(x), -1), inner=Transposed()
@@ -144,7 +136,7 @@ def test_samples_of_several_rows_are_told_apart() -> None:
     }
 
 
-def test_a_wrong_one_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_one_is_refuted(monkeypatch):
     right = RULES[fixed_norm.NODE]
     monkeypatch.setitem(
         RULES,
@@ -152,7 +144,8 @@ def test_a_wrong_one_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda site, slots: {k: _doubled(f) for k, f in right(site, slots).items()},
     )
     folding = check(Transposed(), 0, series(), "differ from the exact ones")
-    assert not folding.fixed and "bn.weight" in folding.refused
+    assert not folding.fixed
+    assert "bn.weight" in folding.refused
 
 
 def _doubled(factor):  # type: ignore[no-untyped-def]
@@ -160,14 +153,14 @@ def _doubled(factor):  # type: ignore[no-untyped-def]
     return factor
 
 
-def test_a_wrong_output_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_output_is_refuted(monkeypatch):
     right = fixed_norm._along
     monkeypatch.setattr(fixed_norm, "_along", lambda t, like: right(t * 1.01, like))
     folding = check(Transposed(), 0, series(), "gives another output")
     assert not folding.fixed
 
 
-def test_other_precisions_run_as_they_are() -> None:
+def test_other_precisions_run_as_they_are():
     model, x = randomise(Transposed()), series(5)
     v = cases.cotangent_for(cases.Case(model, x))
     want = fastlr.per_sample_grad_sq_norms(model, x, v)
@@ -178,8 +171,7 @@ def test_other_precisions_run_as_they_are() -> None:
     torch.testing.assert_close(got, want, rtol=0.1, atol=0)
 
 
-def test_the_report_counts_them() -> None:
+def test_the_report_counts_them():
     report = fastlr.support_report(randomise(Transposed()), series())
-    assert report.fixed == ("bn.weight",) and "1 batch norms run as a scaling and a shift" in str(
-        report
-    )
+    assert report.fixed == ("bn.weight",)
+    assert "1 batch norms run as a scaling and a shift" in str(report)

@@ -3,10 +3,7 @@
 These are checkpointing, hooks that change gradients, and results changed in place.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,17 +12,16 @@ import torch.nn.functional as F
 from exact import assert_norms
 from folding import randomise
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastlr
 from bench import cases
 from fastlr.errors import FastlrWarning, InputError, NonlinearBackwardError
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.fusion import mode as fuse
 
 
-def exact(model: nn.Module, *shape: int) -> fuse.Folding:
+def exact(model, *shape):
     """Hold the norms of each sample to one backward pass of the model itself; what was folded."""
     case = cases.Case(
         model, torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -46,17 +42,17 @@ class Windows(nn.Module):
     What autograd saves has one shape in torch's order and in ours.
     """
 
-    def __init__(self, checkpointed: bool, bias: bool) -> None:
+    def __init__(self, checkpointed, bias):
         super().__init__()
         self.before, self.after = nn.Linear(6, 8), nn.Linear(8, 3)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True, bias=bias)
         self.checkpointed = checkpointed
 
-    def attend(self, h: Tensor) -> Tensor:
+    def attend(self, h):
         w = h.unflatten(1, (3, -1)).flatten(0, 1)
         return self.attention(w, w, w, need_weights=False)[0].unflatten(0, (-1, 3)).flatten(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.before(x).tanh()
         h = h + (
             checkpoint(self.attend, h, use_reentrant=False) if self.checkpointed else self.attend(h)
@@ -66,7 +62,7 @@ class Windows(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("counts", [(1, 4, 1), (4, 1)])
-def test_checkpointed_attention_runs_as_it_is(bias: bool, counts: tuple[int, ...]) -> None:
+def test_checkpointed_attention_runs_as_it_is(bias, counts):
     model = randomise(Windows(True, bias))
     for count in counts:
         assert not exact(model, count, 12, 6).replaced
@@ -78,8 +74,8 @@ def test_checkpointed_attention_runs_as_it_is(bias: bool, counts: tuple[int, ...
         assert not exact(model, count, 12, 6).replaced
 
 
-def test_a_checkpointed_norm_runs_as_it_is() -> None:
-    def forward(m: Written, x: Tensor) -> Tensor:
+def test_a_checkpointed_norm_runs_as_it_is():
+    def forward(m, x):
         return m.b(checkpoint(lambda h: m.n(m.a(h)), x, use_reentrant=False).tanh())
 
     model = randomise(Written(forward, a=nn.Linear(6, 8), n=nn.BatchNorm1d(8), b=nn.Linear(8, 3)))
@@ -87,9 +83,7 @@ def test_a_checkpointed_norm_runs_as_it_is() -> None:
         assert not exact(model, count, 6).fixed
 
 
-def block(
-    rest: Callable[[Tensor], Tensor], conv: nn.Module | None = None, norm: nn.Module | None = None
-) -> nn.Module:
+def block(rest, conv=None, norm=None):
     """Convolution, batch norm and what the test does with the result."""
     parts = {
         "conv": conv or nn.Conv2d(4, 6, 3),
@@ -99,12 +93,12 @@ def block(
     return randomise(Written(lambda m, x: m.last(rest(m.norm(m.conv(x)))), **parts))
 
 
-def corner(g: Tensor) -> Tensor:
+def corner(g):
     g[..., 0, 0] = 0
     return g
 
 
-HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+HOOKS = {
     "corner": corner,
     "masked": lambda g: g.masked_fill_(torch.eye(*g.shape[2:]).bool(), 0),
     "scaled": lambda g: g * 0.5,
@@ -112,8 +106,8 @@ HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_that_change_the_gradient_of_a_mean(name: str) -> None:
-    def hooked(h: Tensor) -> Tensor:
+def test_hooks_that_change_the_gradient_of_a_mean(name):
+    def hooked(h):
         h = h.tanh()
         if h.requires_grad:
             h.register_hook(HOOKS[name])
@@ -127,8 +121,8 @@ def test_hooks_that_change_the_gradient_of_a_mean(name: str) -> None:
 @pytest.mark.parametrize(
     "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g.clamp(-100, 100), lambda g: g + 1e-3]
 )
-def test_hooks_that_are_not_linear_are_refused(hook: Callable[[Tensor], Tensor]) -> None:
-    def hooked(h: Tensor) -> Tensor:
+def test_hooks_that_are_not_linear_are_refused(hook):
+    def hooked(h):
         h = h.tanh()
         if h.requires_grad:
             h.register_hook(hook)
@@ -140,26 +134,28 @@ def test_hooks_that_are_not_linear_are_refused(hook: Callable[[Tensor], Tensor])
             exact(model, count, 4, 6, 7)
 
 
-def test_a_pooled_result_may_be_changed_in_place() -> None:
-    def rest(h: Tensor) -> Tensor:
+def test_a_pooled_result_may_be_changed_in_place():
+    def rest(h):
         return F.adaptive_avg_pool1d(h.relu(), 1).mul_(2).flatten(1)
 
     model = block(rest, nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6))
     folding = exact(model, 3, 4, 7)
-    assert folding.folded and folding.replaced["squeeze"] == 1
+    assert folding.folded
+    assert folding.replaced["squeeze"] == 1
 
 
-def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
+def test_a_mean_by_numbers_of_other_kinds_is_left_alone():
     model = block(
         lambda h: h.relu().mean((np.int64(1), 2, 3), keepdim=True).flatten(1).expand(-1, 6)
     )
     folding = exact(model, 3, 4, 6, 7)
-    assert folding.folded and not folding.replaced
+    assert folding.folded
+    assert not folding.replaced
 
 
-def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
-    def made(last: Callable[[Written, Tensor], Tensor]) -> nn.Module:
-        def forward(m: Written, x: Tensor) -> Tensor:
+def test_where_a_replaced_call_does_not_do_the_rest_stays_folded():
+    def made(last):
+        def forward(m, x):
             # Lies as [B, S, E].
             h = m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
             return last(m, m.attention(h, h, h, need_weights=False)[0])
@@ -172,13 +168,15 @@ def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
     # Torch's result is contiguous.
     model = made(lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0)))
     folding = exact(model, 3, 4, 6, 7)
-    assert folding.folded and not folding.disabled and not folding.replaced
+    assert folding.folded
+    assert not folding.disabled
+    assert not folding.replaced
     assert "only convolutions and norms are folded" in str(
         fastlr.support_report(model, torch.randn(3, 4, 6, 7).double())
     )
 
 
-def test_an_error_of_the_models_own_changes_nothing() -> None:
+def test_an_error_of_the_models_own_changes_nothing():
     model = block(lambda h: h.relu().mean((2, 3)))
     model.last = nn.Linear(5, 3).double()
     with pytest.raises(InputError, match="shapes cannot be multiplied"):

@@ -3,8 +3,6 @@
 ``make fuzz`` draws many.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys
@@ -13,7 +11,7 @@ import warnings
 import pytest
 import torch
 from exact import assert_norms, truth
-from fuzz_models import Model, Spec, inputs_of, specs
+from fuzz_models import Model, inputs_of, specs
 from hypothesis import HealthCheck, given, seed, settings
 
 import fastlr
@@ -32,7 +30,7 @@ def dtype_afterwards():
     torch.set_default_dtype(torch.float32)
 
 
-def check(spec: Spec) -> None:
+def check(spec):
     """Hold every call on the model of ``spec`` to the truth."""
     torch.set_default_dtype(torch.float64 if spec.double else torch.float32)
     torch.manual_seed(spec.seed)
@@ -57,7 +55,7 @@ def check(spec: Spec) -> None:
             assert_norms(got, want.norms, relative, of_total, context=what)
 
 
-def run(examples: int, **options: bool) -> settings:
+def run(examples, **options):
     return settings(
         max_examples=examples,
         deadline=None,
@@ -69,13 +67,13 @@ def run(examples: int, **options: bool) -> settings:
 
 @run(15, derandomize=True)
 @given(specs())
-def test_random_models(spec: Spec) -> None:
+def test_random_models(spec):
     check(spec)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_many_random_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_random_models(capsys):
     """``FASTLR_FUZZ`` models (200) with a fresh seed, or with that of ``FASTLR_FUZZ_SEED``."""
     number = int(os.environ.get("FASTLR_FUZZ") or 200)
     fresh = int(os.environ.get("FASTLR_FUZZ_SEED") or secrets.randbits(32))

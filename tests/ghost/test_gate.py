@@ -1,15 +1,11 @@
 """Products with one number a sample and channel (squeeze-and-excitation): their node, its use."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from folding import check
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import mobilenet_v3_small
 
 import fastlr
@@ -19,22 +15,20 @@ from fastlr.ghost.fusion.squeeze_excitation import Gate, Squeeze
 class Excited(nn.Module):
     """Squeeze and excitation between two convolutions; how the product is written is the test's."""
 
-    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, product):
         super().__init__()
-        self.before, self.squeeze, self.excite = (
-            nn.Conv2d(4, 6, 3),
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-        )
+        self.before = nn.Conv2d(4, 6, 3)
+        self.squeeze = nn.Conv2d(6, 3, 1)
+        self.excite = nn.Conv2d(3, 6, 1)
         self.after, self.product = nn.Conv2d(6, 5, 1), product
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.before(x).tanh()
         gate = F.hardsigmoid(self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()))
         return self.after(self.product(x, gate)).tanh().flatten(1)
 
 
-PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+PRODUCTS = {
     "times": (lambda x, gate: x * gate, 1),
     "reversed": (lambda x, gate: gate * x, 1),
     "function": (lambda x, gate: torch.mul(gate, x), 1),
@@ -48,16 +42,14 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_norms_are_those_of_the_model(name: str) -> None:
+def test_norms_are_those_of_the_model(name):
     product, gates = PRODUCTS[name]
     assert check(Excited(product), 0, why="no batch norm follows").replaced["gate"] == gates
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
-def test_its_gradients_are_right(
-    shape: tuple[int, ...], memory_format: torch.memory_format
-) -> None:
+def test_its_gradients_are_right(shape, memory_format):
     x = torch.randn(shape, dtype=torch.float64)
     x = (
         x
@@ -68,7 +60,7 @@ def test_its_gradients_are_right(
     torch.autograd.gradcheck(Gate.apply, (x, gate))
 
 
-MEANS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+MEANS = {
     "pool": (lambda x: F.adaptive_avg_pool2d(x, 1), 1),
     "pool_of_pair": (lambda x: F.adaptive_avg_pool2d(x, (1, 1)), 1),
     "module": (nn.AdaptiveAvgPool2d(1), 1),
@@ -86,11 +78,11 @@ MEANS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_norms_through_a_mean_are_those_of_the_model(name: str) -> None:
+def test_norms_through_a_mean_are_those_of_the_model(name):
     mean, squeezes = MEANS[name]
 
     class Squeezed(Excited):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = self.before(x).tanh()
             return self.after(x * self.excite(self.squeeze(mean(x)))).tanh().flatten(1)
 
@@ -100,7 +92,7 @@ def test_norms_through_a_mean_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 7), (2, 3, 2, 3, 2)])
-def test_the_means_gradients_are_right(shape: tuple[int, ...]) -> None:
+def test_the_means_gradients_are_right(shape):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     axes = list(range(2, len(shape)))
     for keep in (False, True):
@@ -109,7 +101,7 @@ def test_the_means_gradients_are_right(shape: tuple[int, ...]) -> None:
         )
 
 
-def test_parameters_are_not_taken_for_gates() -> None:
+def test_parameters_are_not_taken_for_gates():
     parts = {"conv": nn.Conv2d(4, 6, 3), "scale": nn.Parameter(torch.ones(1, 6, 1, 1))}
     assert (
         check(Written(lambda m, x: (m.conv(x) * m.scale).flatten(1), **parts), 0).replaced["gate"]
@@ -117,9 +109,11 @@ def test_parameters_are_not_taken_for_gates() -> None:
     )
 
 
-def test_mobilenet_runs_its_nine() -> None:
+def test_mobilenet_runs_its_nine():
     report = fastlr.support_report(
         mobilenet_v3_small(num_classes=2).eval(), torch.randn(2, 3, 64, 64)
     )
-    assert report.replaced["gate"] == 9 and "9 products with one number a channel" in str(report)
-    assert report.replaced["squeeze"] == 10 and "10 means over all positions" in str(report)
+    assert report.replaced["gate"] == 9
+    assert "9 products with one number a channel" in str(report)
+    assert report.replaced["squeeze"] == 10
+    assert "10 means over all positions" in str(report)

@@ -3,12 +3,10 @@
 They are held against one pass a sample.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from fastlr.ghost.api import engine_for
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch
 COUNT, TOKENS, WIDTH, EXPERTS = 6, 5, 8, 3
 
 
-def mixed(m: nn.Module, x: Tensor, layers: int = 1) -> Tensor:
+def mixed(m, x, layers=1):
     """Each token through the expert that its largest number names, as often as there are layers."""
     tokens = x.flatten(0, 1)
     chosen = tokens[:, :EXPERTS].argmax(1)
@@ -30,7 +28,7 @@ def mixed(m: nn.Module, x: Tensor, layers: int = 1) -> Tensor:
     return torch.zeros_like(rows).index_copy(0, order, rows).view_as(x).sum(1)
 
 
-def experts(layers: int) -> Written:
+def experts(layers):
     parts = {
         "first": nn.Linear(WIDTH, WIDTH),
         "experts": nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 2),
@@ -39,7 +37,7 @@ def experts(layers: int) -> Written:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_experts_go_by_rule(layers: int) -> None:
+def test_experts_go_by_rule(layers):
     torch.manual_seed(0)
     model, x = experts(layers), torch.randn(COUNT, TOKENS, WIDTH)
     x[1] = x[0, :1]  # one expert takes all tokens of a sample

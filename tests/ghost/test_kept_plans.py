@@ -3,8 +3,6 @@
 The model stays as it was.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from single_samples import Written, truth
@@ -26,7 +24,7 @@ def right(model, xs, v):
     torch.testing.assert_close(norms(model, given, v), want, rtol=1e-11, atol=0)
 
 
-def net(how) -> Written:
+def net(how):
     """A linear layer, used as ``how(m, layer, *inputs)`` says."""
     return Written(lambda m, *xs: how(m, m.layer, *xs), layer=nn.Linear(5, 4)).eval()
 
@@ -77,11 +75,9 @@ def test_views_of_a_parameter_that_begin_to_overlap():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
-    model, x, v = (
-        nn.Linear(5, 4).to(dtype),
-        torch.randn(6, 5, dtype=dtype),
-        torch.randn(6, 4, dtype=dtype),
-    )
+    model = nn.Linear(5, 4).to(dtype)
+    x = torch.randn(6, 5, dtype=dtype)
+    v = torch.randn(6, 4, dtype=dtype)
     model.weight.register_hook(lambda g: None)
     for batches in (1, 2, 3):
         norms(model, x, v)
@@ -93,11 +89,9 @@ def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
 
 
 def test_what_a_float64_copy_does_not_reach_is_no_rounding():
-    scale, x, v = (
-        nn.Parameter(torch.randn(5).float()),
-        torch.randn(6, 5).float(),
-        torch.randn(6, 5).float(),
-    )
+    scale = nn.Parameter(torch.randn(5).float())
+    x = torch.randn(6, 5).float()
+    v = torch.randn(6, 5).float()
     model = Written(lambda m, x: (x * m.held[0]).tanh(), scale=scale, held=[scale])
     scale.register_hook(lambda g: 3 * g)
     with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
@@ -137,10 +131,8 @@ def test_backward_hooks_of_what_would_be_folded(kind, where, later):
 
 def test_ids_that_are_counted_over_the_batch():
     table = nn.Embedding(50, 4, scale_grad_by_freq=True)
-    model, ids = (
-        Written(lambda m, ids: m.table(ids).sum(1), table=table).eval(),
-        torch.arange(12).view(4, 3),
-    )
+    model = Written(lambda m, ids: m.table(ids).sum(1), table=table).eval()
+    ids = torch.arange(12).view(4, 3)
     ids[3] = torch.tensor([0, 0, 1])
     with pytest.warns(fastlr.FastlrWarning, match="scale_grad_by_freq"):
         right(model, (ids,), torch.randn(4, 4))
@@ -166,7 +158,8 @@ def aliased():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_module_with_two_names_keeps_its_tensors(build, dtype):
     model = build().to(dtype).eval()
-    x, v = torch.randn(4, 5, dtype=dtype), torch.randn(4, 5, dtype=dtype)
+    x = torch.randn(4, 5, dtype=dtype)
+    v = torch.randn(4, 5, dtype=dtype)
     want = truth(model, (x,), v)
     for _ in range(2):
         with untouched(model):
@@ -238,7 +231,9 @@ def test_models_that_differentiate_in_their_forward_pass(batch):
 @pytest.mark.parametrize("batch, shared", [(2, 2), (3, 3), (4, 4), (4, 3)])
 def test_a_shared_input_as_long_as_the_batch(batch, shared):
     model = net(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
-    x, keys, v = torch.randn(batch, 5), torch.randn(shared, 5), torch.randn(batch, shared)
+    x = torch.randn(batch, 5)
+    keys = torch.randn(shared, 5)
+    v = torch.randn(batch, shared)
     want = truth(model, (x, keys), v, shared=(1,))
     torch.testing.assert_close(norms(model, (x, keys), v), want, rtol=1e-11, atol=0)
 
@@ -287,7 +282,8 @@ def test_a_change_that_few_digits_hide(monkeypatch):
 
     model = Written(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 3)).eval().float()
     model.share = 0.0
-    saturated, v = 1 + torch.rand(4, 4).float() * 1e-6, torch.randn(4, 3).float()
+    saturated = 1 + torch.rand(4, 4).float() * 1e-6
+    v = torch.randn(4, 3).float()
     norms(model, saturated, v)
     model.share = 1.0
     with pytest.raises(fastlr.errors.InteractionError):
@@ -304,7 +300,9 @@ def test_a_shared_input_that_the_model_writes_to():
     model = Written(
         lambda m, x, ids, factors: m.layer(x * m.words(ids) * factors.mul_(2)), **parts
     ).eval()
-    x, ids, v = torch.randn(4, 5), torch.tensor([0, 1, 2, 0]), torch.randn(4, 4)
+    x = torch.randn(4, 5)
+    ids = torch.tensor([0, 1, 2, 0])
+    v = torch.randn(4, 4)
     factors = torch.rand(5) + 0.5
     before = factors.clone()
     want = truth(model, (x, ids, factors), v, shared=(2,))

@@ -3,10 +3,6 @@
 Plain torch serves as the kernels.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,18 +19,18 @@ from fastlr.ops.reference.folded import ACTIVATIONS
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu() -> Iterator[None]:
+def _as_on_a_gpu():
     with ops.using("triton", twins=True):
         yield
 
 
 def conv(
-    inputs: int,
-    outputs: int,
-    kernel: int = 1,
-    act: type[nn.Module] | None = nn.Hardswish,
-    **options: int,
-) -> nn.Module:
+    inputs,
+    outputs,
+    kernel=1,
+    act=nn.Hardswish,
+    **options,
+):
     """A convolution that kernels serve, batch norm and perhaps an activation."""
     parts = [
         nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **options),
@@ -46,45 +42,41 @@ def conv(
 class Wired(nn.Module):
     """Two blocks that may take in what is before them, and what the test does in between."""
 
-    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, between):
         super().__init__()
-        self.first, self.second, self.third = (
-            conv(4, 6),
-            conv(6, 6, 3, groups=6),
-            conv(6, 5, act=None),
-        )
-        self.squeeze, self.excite, self.plain = (
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-            nn.Conv2d(6, 6, 1),
-        )
+        self.first = conv(4, 6)
+        self.second = conv(6, 6, 3, groups=6)
+        self.third = conv(6, 5, act=None)
+        self.squeeze = nn.Conv2d(6, 3, 1)
+        self.excite = nn.Conv2d(3, 6, 1)
+        self.plain = nn.Conv2d(6, 6, 1)
         self.dense, self.other = conv(6, 6, 3), conv(6, 6)
         self.between = between
 
-    def gate(self, x: Tensor) -> Tensor:
+    def gate(self, x):
         return F.hardsigmoid(self.excite(self.squeeze(F.adaptive_avg_pool2d(x, 1)).relu()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.third(self.between(self, self.first(x))).flatten(1)
 
 
-def changed(x: Tensor) -> Tensor:
+def changed(x):
     """Changed in place after a block has taken it."""
     x += 1.0
     return x
 
 
-def before_and_after(m: nn.Module, x: Tensor) -> Tensor:
+def before_and_after(m, x):
     y = m.second(x)
     return y + changed(x)
 
 
-def in_place_later(m: nn.Module, x: Tensor) -> Tensor:
+def in_place_later(m, x):
     y = m.second(x)
     return y + F.relu_(x)
 
 
-BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
+BETWEEN = {
     "block": (lambda m, x: m.second(x), 3),
     "residual": (lambda m, x: m.other(m.second(x)) + x, 4),
     "residual_last": (lambda m, x: x + m.second(x), 3),
@@ -123,12 +115,12 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_norms_are_those_of_the_model(name: str) -> None:
+def test_norms_are_those_of_the_model(name):
     between, folded = BETWEEN[name]
     check(Wired(between), folded)
 
 
-def test_no_attribute_of_a_pending_result_hides_one_of_tensors() -> None:
+def test_no_attribute_of_a_pending_result_hides_one_of_tensors():
     """A model asks them of it: they must be the tensor's."""
     own = {name for kind in (Pending, Product) for name in kind.__annotations__ | vars(kind)}
     assert {name for name in own if hasattr(Tensor, name) and not name.startswith("__")} == set()
@@ -136,21 +128,19 @@ def test_no_attribute_of_a_pending_result_hides_one_of_tensors() -> None:
 
 @pytest.mark.parametrize("between", [before_and_after, in_place_later])
 def test_what_is_changed_in_place_is_noticed(
-    between: Callable[[nn.Module, Tensor], Tensor],
-) -> None:
+    between,
+):
     """The forward pass is the model's; the backward pass is none, as torch says."""
-    model, folding, x = (
-        randomise(Wired(between)),
-        Folding(),
-        torch.randn(3, 4, 7, 6, dtype=torch.float64),
-    )
+    model = randomise(Wired(between))
+    folding = Folding()
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64)
     got = folding.run(dict(model.named_parameters()), lambda: model(x))
     torch.testing.assert_close(got, model(x))
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("act", ["RE", "HS"])
-def test_blocks_of_mobilenet(stride: int, act: str) -> None:
+def test_blocks_of_mobilenet(stride, act):
     options = InvertedResidualConfig(8, 3, 16, 8, True, act, stride, 1, 1.0)
     first = InvertedResidual(options, nn.BatchNorm2d)
     model = nn.Sequential(first, InvertedResidual(options, nn.BatchNorm2d), nn.Flatten())
@@ -158,7 +148,7 @@ def test_blocks_of_mobilenet(stride: int, act: str) -> None:
     assert check(model, 6, x).replaced == {"squeeze": 2, "gate": 2}
 
 
-def kinds(model: nn.Module, x: Tensor, folding: Folding) -> list[str]:
+def kinds(model, x, folding):
     """The nodes of the folded model's graph, without parameters'."""
     parameters = dict(model.named_parameters())
     return [
@@ -168,7 +158,7 @@ def kinds(model: nn.Module, x: Tensor, folding: Folding) -> list[str]:
     ]
 
 
-def test_blocks_of_resnet_have_no_other_nodes() -> None:
+def test_blocks_of_resnet_have_no_other_nodes():
     """ResNet's blocks leave no addition and no activation as nodes of their own.
 
     The gradient of what is added comes to the block that has passed it on.
@@ -182,17 +172,16 @@ def test_blocks_of_resnet_have_no_other_nodes() -> None:
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_an_activation_that_was_left_open(act: str) -> None:
+def test_an_activation_that_was_left_open(act):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
     g = torch.rand_like(x)
     (settled,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
-    assert torch.equal(settled, g) and torch.equal(
-        Activated.apply(x, act, True), ACTIVATIONS[act](x)
-    )
+    assert torch.equal(settled, g)
+    assert torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
 
 
-READS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool | None]] = {
+READS = {
     "a_convolution": (lambda m, x: m(x), True),
     "two_convolutions": (lambda m, x: m(x) + F.conv2d(x, m[0].weight), True),
     "its_shape": (lambda m, x: m(x)[..., : x.shape[-1]], True),
@@ -204,12 +193,14 @@ READS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool | None]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_who_reads_the_inputs(name: str) -> None:
+def test_who_reads_the_inputs(name):
     """Inputs that only autocast convolutions read may be made in autocast's dtype: same bits."""
     read, casts = READS[name]
-    model, folding, x = conv(4, 6).eval(), Folding(), torch.randn(3, 4, 7, 6)
+    model = conv(4, 6).eval()
+    folding = Folding()
+    x = torch.randn(3, 4, 7, 6)
 
-    def outputs(inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def outputs(inputs, dtype):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             return folding.run(dict(model.named_parameters()), lambda: read(model, inputs), inputs)
 

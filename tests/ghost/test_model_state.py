@@ -3,8 +3,6 @@
 Attributes, containers, caches and buffers are looked at.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import deque
@@ -79,11 +77,9 @@ def test_every_forward_pass_begins_with_the_same_state():
         net.calls += 1
         return net.layer(x) * (1 if net.calls % 2 else 3)
 
-    model, x, v = (
-        Written(alternates, layer=nn.Linear(3, 2), calls=0).eval(),
-        torch.randn(5, 3),
-        torch.randn(5, 2),
-    )
+    model = Written(alternates, layer=nn.Linear(3, 2), calls=0).eval()
+    x = torch.randn(5, 3)
+    v = torch.randn(5, 2)
     torch.testing.assert_close(norms(model, x, v), norms(model, x, v))
     assert model.calls == 0
 
@@ -96,7 +92,8 @@ def test_submodules_made_in_a_forward_pass_stay():
 
     model = Written(lazy, head=None, ready=False).eval()
     call(model, torch.randn(2, 3))
-    assert model.ready and isinstance(model.head, nn.Linear)
+    assert model.ready
+    assert isinstance(model.head, nn.Linear)
     model(torch.randn(2, 3))
 
 
@@ -108,16 +105,15 @@ def test_plain_tensors_take_the_dtype_of_the_copy():
 
     held = {"mix": torch.randn(3, 3), "more": [torch.randn(3, 3)], "pair": (torch.randn(3, 3), 1)}
     held |= {"by_name": {"a": torch.randn(3, 3)}, "order": torch.tensor([2, 0, 1])}
-    model, x, v = (
-        Written(function, layer=nn.Linear(3, 3), **held).eval(),
-        torch.randn(4, 3),
-        torch.randn(4, 3),
-    )
+    model = Written(function, layer=nn.Linear(3, 3), **held).eval()
+    x = torch.randn(4, 3)
+    v = torch.randn(4, 3)
     before = contents(model)
     want = sum(cases.loop_norms(cases.Case(model, x), v).values())
     torch.testing.assert_close(norms(model, x, v), want, rtol=1e-4, atol=0)
     assert engine_for(model).ledger.subject == "perturbed float64 copy"
-    assert contents(model) == before and model.mix.dtype == torch.float32
+    assert contents(model) == before
+    assert model.mix.dtype == torch.float32
 
 
 # -- caches
@@ -175,7 +171,8 @@ def test_large_buffers_are_copied_once():
         with put_back(keeper.keep(all_modules(model))):
             copy = keeper._copies[id(model.large)].values
             copy.fill_(7)  # would be refreshed were it copied anew
-    assert bool((model.large == 0).all()) and bool((copy == 7).all())
+    assert bool((model.large == 0).all())
+    assert bool((copy == 7).all())
 
 
 @pytest.mark.parametrize("unseen", [False, True])
@@ -186,10 +183,8 @@ def test_buffers_written_without_a_trace(unseen):
             model.small.data.fill_(5)
             model.large.data.fill_(5)
             raise KeyError
-        assert (
-            bool((model.small == 5).all()) is not unseen
-            and bool((model.large == 5).all()) is not unseen
-        )
+        assert bool((model.small == 5).all()) is not unseen
+        assert bool((model.large == 5).all()) is not unseen
 
 
 def test_zero_buffers_are_moved():
@@ -200,7 +195,8 @@ def test_zero_buffers_are_moved():
     model = Written(centred, layer=nn.Linear(3, 2), alpha=nn.Buffer(torch.zeros(()))).eval()
     x = torch.randn(4, 3)
     subject = with_buffers_moved(ModelView.of(model), 1.0, 0)
-    assert subject is not None and float(model.alpha) == 0
+    assert subject is not None
+    assert float(model.alpha) == 0
     assert not torch.allclose(subject(x)[:2], subject(x[:2]))
     assert subject(x).dtype == torch.float64
     model.alpha.fill_(1)
@@ -251,7 +247,8 @@ def test_an_output_function_written_anew_is_proven_once(proofs):
         return norms(model, x, v, output=lambda result: result[key].tanh()).sum()
 
     a, again = total("a"), total("a")
-    assert len(proofs) == 1 and a == again
+    assert len(proofs) == 1
+    assert a == again
     assert total("b") != a
     assert len(proofs) == 2
 
@@ -266,14 +263,18 @@ def test_an_engine_that_others_used_captures_its_own_chunk():
         made.chunks.replays.recorder = Again if graphs else None
         return made
 
-    small, large, plain = estimator(8, True), estimator(12, True), estimator(8, False)
+    small = estimator(8, True)
+    large = estimator(12, True)
+    plain = estimator(8, False)
     assert small.engine is large.engine is plain.engine
     want = plain.measure()
     for _ in range(3):
         got = small.measure()
         large.measure()
         torch.testing.assert_close(got.per_sample, want.per_sample, rtol=1e-6, atol=0)
-    assert small.chunks.replays.held and large.chunks.replays.held and not small.chunks.replays.note
+    assert small.chunks.replays.held
+    assert large.chunks.replays.held
+    assert not small.chunks.replays.note
 
 
 def test_attributes_of_what_is_no_module_are_left_alone():

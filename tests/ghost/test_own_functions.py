@@ -1,22 +1,17 @@
 """A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from exact import holds
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fastlr.errors import FastlrWarning
 
-OTHERS: dict[str, Any] = {"n": None, "i": 3, "s": "text", "l": torch.arange(3), "o": object()}
+OTHERS = {"n": None, "i": 3, "s": "text", "l": torch.arange(3), "o": object()}
 
 
-def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | None = None) -> type:
+def product(order, *, early, outputs=1, backward=None):
     """A Function of x, w and b (by letter, with other arguments between): x w^T + b.
 
     Args:
@@ -27,16 +22,16 @@ def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | N
     """
     at = {letter: number for number, letter in enumerate(order)}
 
-    def result(args: tuple) -> Any:
+    def result(args):
         z = args[at["x"]] @ args[at["w"]].T + args[at["b"]]
         return {1: z, 2: (z, 2 * args[at["x"]]), 3: (z.argmax(1), z, 2 * args[at["x"]])}[outputs]
 
-    def keep(ctx: Any, args: tuple, given: Any) -> None:
+    def keep(ctx, args, given):
         ctx.save_for_backward(args[at["x"]], args[at["w"]])
         if outputs == 3:
             ctx.mark_non_differentiable(given[0])
 
-    def gradients(ctx: Any, *gs: Tensor) -> tuple:
+    def gradients(ctx, *gs):
         x, w = ctx.saved_tensors
         assert len(ctx.needs_input_grad) == len(order)
         g = gs[1] if outputs == 3 else gs[0]
@@ -44,7 +39,7 @@ def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | N
         by_letter = {"x": g @ w + more, "w": g.T @ x, "b": g.sum(0)}
         return tuple(by_letter.get(letter) for letter in order)
 
-    def forward_with_context(ctx: Any, *args: Any) -> Any:
+    def forward_with_context(ctx, *args):
         given = result(args)
         keep(ctx, args, given)
         return given
@@ -62,17 +57,15 @@ def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | N
 class Uses(nn.Module):
     """A Function between layers; without ``before`` it is the first to have parameters."""
 
-    def __init__(self, order: str, function: type, before: bool) -> None:
+    def __init__(self, order, function, before):
         super().__init__()
         self.before = nn.Linear(4, 4) if before else nn.Identity()
-        self.w, self.b, self.after = (
-            nn.Parameter(torch.randn(5, 4)),
-            nn.Parameter(torch.randn(5)),
-            nn.Linear(5, 3),
-        )
+        self.w = nn.Parameter(torch.randn(5, 4))
+        self.b = nn.Parameter(torch.randn(5))
+        self.after = nn.Linear(5, 3)
         self.order, self.functions = order, [function]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         values = {"x": self.before(x), "w": self.w, "b": self.b, **OTHERS}
         given = self.functions[0].apply(*[values[letter] for letter in self.order])
         outputs = given if isinstance(given, tuple) else (given,)
@@ -80,7 +73,7 @@ class Uses(nn.Module):
         return self.after(z.tanh())
 
 
-def held(order: str, function: type, before: bool, routes: set[str]) -> None:
+def held(order, function, before, routes):
     """Require the truth of the norms, and these routes of the Function's own parameters."""
     model = Uses(order, function, before).double()
     x = torch.randn(5, 4, dtype=torch.float64)
@@ -91,13 +84,13 @@ def held(order: str, function: type, before: bool, routes: set[str]) -> None:
 @pytest.mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_arguments_that_are_no_tensors_have_no_slot(order: str, early: bool, before: bool) -> None:
+def test_arguments_that_are_no_tensors_have_no_slot(order, early, before):
     for outputs in (1, 2, 3):
         held(order, product(order, early=early, outputs=outputs), before, {"node"})
 
 
-def test_outputs_without_a_gradient_get_zeros() -> None:
-    def backward(ctx: Any, g: Tensor, more: Tensor) -> tuple:
+def test_outputs_without_a_gradient_get_zeros():
+    def backward(ctx, g, more):
         x, w = ctx.saved_tensors
         assert g.shape == (len(x), 5)
         assert more.shape == x.shape
@@ -111,8 +104,8 @@ def test_outputs_without_a_gradient_get_zeros() -> None:
     )
 
 
-def test_a_formula_that_fails_by_itself_leaves_the_loop() -> None:
-    def backward(ctx: Any, chosen: Tensor, g: Tensor, more: Tensor) -> tuple:
+def test_a_formula_that_fails_by_itself_leaves_the_loop():
+    def backward(ctx, chosen, g, more):
         x, w = ctx.saved_tensors
         # Autograd's engine knows the shape of an output that has no gradient.
         assert chosen.shape == g.shape[:1]
@@ -129,7 +122,7 @@ class Adjoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, field: nn.Module, steps: int, y: Tensor, *parameters: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx, field, steps, y, *parameters):  # noqa: D102
         ctx.field, ctx.steps = field, steps
         ys = [y]
         for _ in range(steps):
@@ -138,8 +131,9 @@ class Adjoint(torch.autograd.Function):
         return ys[-1]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple:  # noqa: D102
-        ys, parameters = ctx.saved_tensors[: ctx.steps], ctx.saved_tensors[ctx.steps + 1 :]
+    def backward(ctx, g):  # noqa: D102
+        ys = ctx.saved_tensors[: ctx.steps]
+        parameters = ctx.saved_tensors[ctx.steps + 1 :]
         sums = [torch.zeros_like(p) for p in parameters]
         for y in reversed(ys):
             with torch.enable_grad():
@@ -154,16 +148,16 @@ class Adjoint(torch.autograd.Function):
 class Flow(nn.Module):
     """A small neural differential equation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
         self.field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(Adjoint.apply(self.field, 5, self.first(x), *self.field.parameters()))
 
 
-def test_an_adjoint_is_measured_without_the_loop() -> None:
+def test_an_adjoint_is_measured_without_the_loop():
     engine = holds(Flow().double(), torch.randn(5, 4, dtype=torch.float64), route=None)
     routes = {name: proof.route for name, proof in engine.ledger.parameters.items()}
     assert {routes[name] for name in routes if name.startswith("field")} == {"node"}

@@ -1,7 +1,5 @@
 """Every node kind said to keep rows is held to its own backward formula, sample by sample."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -34,25 +32,25 @@ Op = Callable[..., Tensor | Sequence[Tensor]]
 aten = torch.ops.aten
 
 
-def methods(names: str, *args: object, **options: object) -> list[Op]:
+def methods(names, *args, **options):
     """Tensor methods of these names, with these arguments."""
     return [lambda x, *more, n=n: getattr(x, n)(*more, *args, **options) for n in names.split()]
 
 
-def of_functional(names: str, *args: object, **options: object) -> list[Op]:
+def of_functional(names, *args, **options):
     return [lambda *x, n=n: getattr(F, n)(*x, *args, **options) for n in names.split()]
 
 
-def of_fft(names: str, **options: object) -> list[Op]:
+def of_fft(names, **options):
     return [lambda x, n=n: getattr(torch.fft, n)(x, **options) for n in names.split()]
 
 
-def some(shape: Sequence[int]) -> Tensor:
+def some(shape):
     """A mask of this shape."""
     return torch.rand(tuple(shape)) > 0.5
 
 
-def along(dim: int) -> list[Op]:
+def along(dim):
     """What works along one axis."""
     picks = lambda x: torch.randint(x.shape[dim], x.shape)  # noqa: E731
     few = lambda x: torch.randint(x.shape[dim], [max(1, s // 2) for s in x.shape])  # noqa: E731
@@ -95,7 +93,7 @@ def along(dim: int) -> list[Op]:
     ]
 
 
-def pairs_of_axes(a: int, b: int) -> list[Op]:
+def pairs_of_axes(a, b):
     return [
         lambda x: x.transpose(a, b),
         *methods("sum mean amax var logsumexp squeeze flip", (a, b)),
@@ -106,7 +104,7 @@ def pairs_of_axes(a: int, b: int) -> list[Op]:
     ]
 
 
-UNARY: list[Op] = [
+UNARY = [
     *methods(
         "abs acos asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac "
         "lgamma log log10 log1p"
@@ -196,7 +194,7 @@ UNARY: list[Op] = [
         pairs_of_axes(*axes) for axes in ((0, 1), (-1, 0), (1, -1), (1, 2))
     ),
 ]
-BINARY: list[Op] = [
+BINARY = [
     *methods(
         "add sub mul div atan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 pow copysign "
         "xlogy matmul mv remainder"
@@ -232,7 +230,7 @@ BINARY: list[Op] = [
     *of_functional("conv1d conv2d conv_transpose1d linear"),
     lambda a, b: F.conv2d(a, b, padding=1, groups=2),
 ]
-TERNARY: list[Op] = [
+TERNARY = [
     torch.addmm,
     torch.baddbmm,
     torch.addmv,
@@ -241,7 +239,7 @@ TERNARY: list[Op] = [
 ]
 
 
-def shapes(ndim: int, step: int = 1) -> list[tuple[int, ...]]:
+def shapes(ndim, step=1):
     """Shapes that differ much, most of them if there are few."""
     return list(itertools.product(SIZES, repeat=ndim))[::step]
 
@@ -276,7 +274,7 @@ THREE = [
 ]
 
 
-def broken(z: Tensor, seen: set[str]) -> list[str]:
+def broken(z, seen):
     """Return the kinds of nodes below z that hand rows of one sample to another.
 
     ``seen`` is given the kinds that are said to keep any.
@@ -310,7 +308,7 @@ def broken(z: Tensor, seen: set[str]) -> list[str]:
     return found
 
 
-def nodes_keep_rows(op: Op, given: tuple, seen: set[str]) -> list[str]:
+def nodes_keep_rows(op, given, seen):
     try:  # most shapes fit few operations
         result = op(
             *((0.1 + 0.8 * torch.rand(s, dtype=torch.float64)).requires_grad_() for s in given)
@@ -326,16 +324,16 @@ def nodes_keep_rows(op: Op, given: tuple, seen: set[str]) -> list[str]:
 @pytest.mark.parametrize(
     "every", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some-pairs", "all-pairs"]
 )
-def test_listed_nodes_keep_rows(every: int) -> None:
+def test_listed_nodes_keep_rows(every):
     torch.manual_seed(0)
-    seen: set[str] = set()
+    seen = set()
     for operations, inputs in ((UNARY, ALONE), (BINARY, TWO[::every]), (TERNARY, THREE)):
         for op, given in itertools.product(operations, inputs):
             assert not (wrong := nodes_keep_rows(op, given, seen)), wrong
     assert set(KEEPS) - seen == ELSEWHERE
 
 
-def test_a_wrong_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_entry_would_be_seen(monkeypatch):
     monkeypatch.setitem(KEEPS, "FlipBackward0", lambda s: s.at(s.layout.dim))
     assert nodes_keep_rows(lambda x: x.flip(0), ((4, 2),), set())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 import functools
 import gc
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trust_state import Mode, Slotted
 
 from fastlr.ghost import program, tokens
 from fastlr.ghost.program import fingerprint, function_key, inputs_token, observed
@@ -25,22 +25,10 @@ ALPHA = 0.0
 SETTINGS = types.SimpleNamespace(alpha=0.0)
 
 
-class Mode(enum.Enum):
-    OFF = 0
-    ON = 1
-
-
 @dataclasses.dataclass
-class Config:
+class Options:
     alpha: float = 0.0
     inner: dict = dataclasses.field(default_factory=lambda: {"beta": [1.0, (2, {"gamma": 3})]})
-
-
-class Slotted:
-    __slots__ = ("alpha",)
-
-    def __init__(self):
-        self.alpha = 0.0
 
 
 class Space:
@@ -55,51 +43,43 @@ class Hyperparameters(dict):
     __module__ = "lightning.parsing"
 
 
-class Block(nn.Module):
+class Everything(nn.Module):
     """A linear layer with every kind of thing that a forward pass may read."""
 
     factor = 1.0
-    table: dict = {}  # noqa: RUF012
+    table = {}  # noqa: RUF012
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm, self.frozen = (
-            nn.Linear(3, 3),
-            nn.BatchNorm1d(3),
-            nn.Linear(8, 8).requires_grad_(False),
-        )
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.register_buffer("alpha", torch.zeros(()))
         self.register_buffer("large", torch.zeros(100))
         self.scale, self.wide = torch.tensor(0.5), torch.zeros(50)
-        self.number, self.flag, self.text, self.none, self.missing = (
-            1,
-            False,
-            "a",
-            None,
-            float("nan"),
-        )
-        self.items, self.names, self.dims = (
-            [1, [2, 3]],
-            {"a", "b"},
-            {"d": 1, "deep": {"e": [Config()]}},
-        )
-        self.config, self.space, self.slotted, self.held = (
-            Config(),
-            types.SimpleNamespace(a=0),
-            Slotted(),
-            Space,
-        )
-        self.settings, self.args = globals()["Settings"](), argparse.Namespace(a=0)
-        self.hparams, self.long, self.many = (
-            Hyperparameters(a=0),
-            [0] * 300,
-            dict.fromkeys(range(300), 0),
-        )
-        self.mode, self.scalar, self.array = Mode.OFF, np.float32(0.5), np.arange(3.0)
-        self.part, self.blocks = (
-            functools.partial(torch.add, alpha=1),
-            [nn.Linear(2, 2), nn.Dropout(0.1)],
-        )
+        self.number = 1
+        self.flag = False
+        self.text = "a"
+        self.none = None
+        self.missing = float("nan")
+        self.items = [1, [2, 3]]
+        self.names = {"a", "b"}
+        self.dims = {"d": 1, "deep": {"e": [Options()]}}
+        self.config = Options()
+        self.space = types.SimpleNamespace(a=0)
+        self.slotted = Slotted()
+        self.slotted.alpha = 0.0
+        self.held = Space
+        self.settings = globals()["Settings"]()
+        self.args = argparse.Namespace(a=0)
+        self.hparams = Hyperparameters(a=0)
+        self.long = [0] * 300
+        self.many = dict.fromkeys(range(300), 0)
+        self.mode = Mode.OFF
+        self.scalar = np.float32(0.5)
+        self.array = np.arange(3.0)
+        self.part = functools.partial(torch.add, alpha=1)
+        self.blocks = [nn.Linear(2, 2), nn.Dropout(0.1)]
         self.act = lambda h, alpha=0.0: h * alpha
         self.loop = self.items
         self.weights = [self.layer.weight, self.frozen.weight]
@@ -152,9 +132,9 @@ CHANGES = {
     "array": lambda m: m.array.__setitem__(0, 5.0),
     "partial": lambda m: setattr(m, "part", functools.partial(torch.add, alpha=2)),
     "default of a function": lambda m: setattr(m.act, "__defaults__", (1.0,)),
-    "class attribute": lambda m: setattr(Block, "factor", 2.0),
-    "dict of the class": lambda m: Block.table.__setitem__("a", 1),
-    "forward of the class": lambda m: setattr(Block, "forward", lambda self, x: self.layer(x)),
+    "class attribute": lambda m: setattr(Everything, "factor", 2.0),
+    "dict of the class": lambda m: Everything.table.__setitem__("a", 1),
+    "forward of the class": lambda m: setattr(Everything, "forward", lambda self, x: self.layer(x)),
     "forward of torch's class": lambda m: setattr(
         nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)
     ),
@@ -180,21 +160,19 @@ CHANGES = {
 @pytest.fixture
 def restored():
     """Put back what the changes do outside the model."""
-    forwards, own = (
-        (Block.forward, nn.Linear.forward),
-        (ALPHA, Space.alpha, Block.factor, Settings.alpha),
-    )
+    forwards = (Everything.forward, nn.Linear.forward)
+    own = (ALPHA, Space.alpha, Everything.factor, Settings.alpha)
     yield
-    Block.forward, nn.Linear.forward = forwards
-    globals()["ALPHA"], Space.alpha, Block.factor, Settings.alpha = own
+    Everything.forward, nn.Linear.forward = forwards
+    globals()["ALPHA"], Space.alpha, Everything.factor, Settings.alpha = own
     SETTINGS.alpha = 0.0
-    Block.table.clear()
+    Everything.table.clear()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_change_is_seen(change, restored):
-    model = nn.Sequential(nn.Identity(), Block())
+    model = nn.Sequential(nn.Identity(), Everything())
     before = fingerprint(model)
     assert fingerprint(model) == before
     CHANGES[change](model[1])
@@ -203,7 +181,9 @@ def test_a_change_is_seen(change, restored):
 
 @torch.no_grad()
 def test_training_changes_nothing():
-    model = nn.Sequential(Block(), nn.LSTM(2, 2))  # which lists its weights in an attribute, too
+    model = nn.Sequential(
+        Everything(), nn.LSTM(2, 2)
+    )  # which lists its weights in an attribute, too
     before = fingerprint(model)
     block, rnn = model
     for weight in (block.layer.weight, rnn.weight_ih_l0, rnn.bias_hh_l0):
@@ -218,13 +198,15 @@ def test_training_changes_nothing():
 
 @torch.no_grad()
 def test_equal_contents_are_equal():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Everything())
     before, block = fingerprint(model), model[0]
     block.items, block.loop = [1, [2, 3]], None
     block.loop = block.items
-    block.config, block.space = Config(), types.SimpleNamespace(a=0)
+    block.config, block.space = Options(), types.SimpleNamespace(a=0)
     block.names, block.scale = {"b", "a"}, torch.tensor(0.5)
-    block.array, block.scalar, block.missing = np.arange(3.0), np.float32(0.5), float("nan")
+    block.array = np.arange(3.0)
+    block.scalar = np.float32(0.5)
+    block.missing = float("nan")
     block.alpha = torch.zeros(())
     assert fingerprint(model) == before
 
@@ -282,7 +264,7 @@ def test_functions_written_anew_have_the_same_key():
 
 
 def test_a_fingerprint_holds_nothing():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Everything())
     fingerprint(model)
     gone = weakref.ref(model[0].config), weakref.ref(model[0].large)
     del model
@@ -304,7 +286,7 @@ def test_numbers_are_not_given_twice():
         (np.int64(0), np.int64(1)),
         (torch.tensor(0), torch.tensor(1)),
         (torch.arange(4), torch.arange(4).flip(0)),
-        (Config(), Config(1.0)),
+        (Options(), Options(1.0)),
         ({"d": 1}, {"e": 1}),
         ("a", "b"),
         (torch.zeros(50).bfloat16(), torch.ones(50).bfloat16()),
@@ -385,7 +367,7 @@ def test_it_is_cheap():
     model = nn.Sequential(
         *(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Hardswish()) for _ in range(50))
     )
-    shared = Config()
+    shared = Options()
     for block in model:
         block.config = shared
 

@@ -1,21 +1,18 @@
 """Recurrent layers by rule: every option against one backward pass a sample."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from exact import assert_norms, assert_same_function, holds, seeded, truth
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import rnn as sequences
 
 import fastlr
 from fastlr.errors import InputError
 from fastlr.ghost import recurrent
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.factors import Dense, Factor
+from fastlr.ghost.factors import Dense
 from fastlr.ghost.fusion import mode as fuse
 from fastlr.ghost.graph import walk
 from fastlr.ghost.ownership import _through
@@ -23,7 +20,7 @@ from fastlr.ghost.rules import RULES, Site
 from fastlr.ghost.sample_axis import Ragged, Regular, Unsupported
 
 B, T, IN, H = 4, 6, 3, 5
-KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+KINDS = {
     "lstm": (nn.LSTM, {}),
     "projected": (nn.LSTM, {"proj_size": 2}),
     "gru": (nn.GRU, {}),
@@ -38,10 +35,11 @@ class Layers(nn.Module):
     Initial states may be learnt.
     """
 
-    def __init__(self, kind: str, learnt: bool = False, **options: Any) -> None:
+    def __init__(self, kind, learnt=False, **options):
         super().__init__()
         cls, own = KINDS[kind]
-        self.first, self.rnn = nn.Linear(IN, IN), cls(IN, H, **own, **options)
+        self.first = nn.Linear(IN, IN)
+        self.rnn = cls(IN, H, **own, **options)
         depth = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
         width = own.get("proj_size", H)
         self.head = nn.Linear(width * (2 if self.rnn.bidirectional else 1), 2)
@@ -53,13 +51,13 @@ class Layers(nn.Module):
             else None
         )
 
-    def states(self, count: int) -> Any:
+    def states(self, count):
         if self.h0 is None:
             return None
         h0 = self.h0.expand(-1, count, -1)
         return h0 if self.c0 is None else (h0, self.c0.expand(-1, count, -1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Samples first, whatever the layers' order."""
         y = self.first(x)
         y = y if self.rnn.batch_first else y.transpose(0, 1)
@@ -72,18 +70,18 @@ class Layers(nn.Module):
         )
 
 
-def series(dtype: torch.dtype = torch.float64, width: int = IN) -> Tensor:
+def series(dtype=torch.float64, width=IN):
     return torch.randn(B, T, width, dtype=torch.float64, generator=seeded()).to(dtype)
 
 
 @pytest.fixture(autouse=True)
-def _same_draws() -> None:
+def _same_draws():
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layers", "both"), list(product((1, 2), (False, True))))
-def test_every_option_is_exact(kind: str, layers: int, both: bool) -> None:
+def test_every_option_is_exact(kind, layers, both):
     options = {"num_layers": layers, "bidirectional": both, "dropout": 0.5 if layers > 1 else 0.0}
     given = layers > 1  # initial states, no biases and time first go with two layers
     model = (
@@ -94,24 +92,25 @@ def test_every_option_is_exact(kind: str, layers: int, both: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_goes_by_rule(kind: str) -> None:
+def test_float32_goes_by_rule(kind):
     model = Layers(kind, learnt=True, num_layers=2, bidirectional=True).eval()
     engine = holds(model, series(torch.float32), rtol=1e-4)
     assert not any("every batch" in note for note in engine.ledger.notes)
 
 
-def test_gates_that_hardly_open() -> None:
+def test_gates_that_hardly_open():
     model, x = Layers("lstm").eval(), series(torch.float32)
     v = torch.randn(model(x).shape)
     with torch.no_grad():
         model.rnn.bias_ih_l0[:H] = -20  # cells are far below the rounding of 1
-    got, want = Engine(model).run(x, v).per_parameter, truth(model, (x,), v).norms
+    got = Engine(model).run(x, v).per_parameter
+    want = truth(model, (x,), v).norms
     for name in filter(lambda name: "rnn" in name, want):
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_all_gradients_are_torchs(kind: str) -> None:
+def test_values_and_all_gradients_are_torchs(kind):
     model = (
         Layers(kind, learnt=True, num_layers=2, bidirectional=True, batch_first=True)
         .double()
@@ -124,10 +123,11 @@ def test_values_and_all_gradients_are_torchs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind: str) -> None:
-    rnn, x = KINDS[kind][0](IN, H, **KINDS[kind][1]), series(torch.float32)
+def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind):
+    rnn = KINDS[kind][0](IN, H, **KINDS[kind][1])
+    x = series(torch.float32)
 
-    def ends() -> Tensor:
+    def ends():
         found = rnn(x)[1]
         return found[-1] if isinstance(found, tuple) else found
 
@@ -145,14 +145,15 @@ def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_folding_the_steps_are_torchs_own(kind: str, dtype: torch.dtype) -> None:
+def test_without_folding_the_steps_are_torchs_own(kind, dtype):
     model, x = Layers(kind).eval().to(dtype), series(dtype)
     with fuse.unfolded():
         engine = holds(model, x, rtol=1e-10 if dtype == torch.float64 else 1e-4)
-    assert not engine.folding.replaced and engine.folding.unfused.calls
+    assert not engine.folding.replaced
+    assert engine.folding.unfused.calls
 
 
-def test_after_folding_is_given_up() -> None:
+def test_after_folding_is_given_up():
     model, x = Layers("lstm").eval(), series(torch.float32)
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
@@ -162,12 +163,13 @@ def test_after_folding_is_given_up() -> None:
     torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)
     assert set(got.routes.values()) == {"rule"}
     report = fastlr.support_report(Layers("lstm", dropout=0.0), x)
-    assert report.replaced == {"recurrent": 1} and "one product for all steps" in str(report)
+    assert report.replaced == {"recurrent": 1}
+    assert "one product for all steps" in str(report)
 
 
-def test_layers_that_the_first_call_does_not_reach() -> None:
+def test_layers_that_the_first_call_does_not_reach():
     class Later(Layers):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.first(x).flatten(1) if self.training else super().forward(x)
 
     model, x = Later("lstm").train(), series(torch.float32)
@@ -179,9 +181,9 @@ def test_layers_that_the_first_call_does_not_reach() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences(kind: str) -> None:
+def test_packed_sequences(kind):
     class Packed(Layers):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             lengths = (x[:, :, 0] < 9).sum(1)
             packed = sequences.pack_padded_sequence(
                 self.first(x), lengths.cpu(), batch_first=True, enforce_sorted=False
@@ -193,20 +195,22 @@ def test_packed_sequences(kind: str) -> None:
                 [self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1))], 1
             )
 
-    model, x = Packed(kind, bidirectional=True, batch_first=True).eval(), series(torch.float32)
+    model = Packed(kind, bidirectional=True, batch_first=True).eval()
+    x = series(torch.float32)
     for sample, length in enumerate((6, 3, 5, 2)):
         x[sample, length:] = 10.0
     engine = holds(model, x, rtol=1e-4)
-    assert not engine.folding.replaced and engine.folding.unfused.calls == 1
+    assert not engine.folding.replaced
+    assert engine.folding.unfused.calls == 1
 
 
-def test_dropout_in_train_mode_is_refused() -> None:
+def test_dropout_in_train_mode_is_refused():
     model = Layers("gru", num_layers=2, dropout=0.5).double()
     with pytest.raises(fastlr.errors.RandomForwardError):
         Engine(model).run(series(), lambda z: z)
 
 
-def test_one_sequence_without_a_batch_axis_is_refused() -> None:
+def test_one_sequence_without_a_batch_axis_is_refused():
     model = nn.LSTM(IN, H).double()
     with pytest.raises(InputError, match="in_dim"):
         fastlr.per_sample_grad_sq_norms(
@@ -214,23 +218,24 @@ def test_one_sequence_without_a_batch_axis_is_refused() -> None:
         )
 
 
-def test_models_that_differentiate_their_own_forward_pass() -> None:
+def test_models_that_differentiate_their_own_forward_pass():
     class Slope(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rnn = nn.LSTM(IN, H, batch_first=True)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = x.detach().requires_grad_()
             energy = self.rnn(x)[0].square().sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0].flatten(1)
 
     model = Slope().double()
     engine = holds(model, series())
-    assert engine.folding.calls_refused and not engine.folding.replaced
+    assert engine.folding.calls_refused
+    assert not engine.folding.replaced
 
 
-def test_weights_that_are_computed_or_frozen() -> None:
+def test_weights_that_are_computed_or_frozen():
     model = Layers("gru", batch_first=True).double().eval()
     torch.nn.utils.parametrizations.weight_norm(model.rnn, "weight_hh_l0")
     model.rnn.weight_ih_l0.requires_grad_(False)
@@ -238,17 +243,19 @@ def test_weights_that_are_computed_or_frozen() -> None:
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     x, v = series(), torch.ones(B, 14, dtype=torch.float64)
     got = Engine(model).run(x, v)
-    assert set(got.per_parameter) == names and set(got.routes.values()) == {"rule"}
+    assert set(got.per_parameter) == names
+    assert set(got.routes.values()) == {"rule"}
     assert_norms(got.per_parameter, truth(model, (x,), v).norms, 1e-10, 0)
 
 
-def test_outputs_changed_in_place_and_layers_called_twice() -> None:
+def test_outputs_changed_in_place_and_layers_called_twice():
     class Twice(nn.Module):
-        def __init__(self, batch_first: bool) -> None:
+        def __init__(self, batch_first):
             super().__init__()
-            self.rnn, self.head = nn.LSTM(IN, IN, batch_first=batch_first), nn.Linear(IN, 2)
+            self.rnn = nn.LSTM(IN, IN, batch_first=batch_first)
+            self.head = nn.Linear(IN, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = x if self.rnn.batch_first else x.transpose(0, 1)
             out, ends = self.rnn(x)
             out, _ = self.rnn(out.relu_(), ends)
@@ -260,7 +267,7 @@ def test_outputs_changed_in_place_and_layers_called_twice() -> None:
         assert engine.folding.replaced == {"recurrent": 2}
 
 
-def test_one_sample_alone() -> None:
+def test_one_sample_alone():
     model, x = Layers("lstm").eval(), series(torch.float32)[:1]
     v = torch.ones(1, 15)
     got = fastlr.per_sample_grad_sq_norms(model, x, v)
@@ -269,13 +276,13 @@ def test_one_sample_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells(cell: type[nn.Module], dtype: torch.dtype) -> None:
+def test_cells(cell, dtype):
     class Unrolled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.cell, self.head = cell(IN, H), nn.Linear(H, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             state = None
             for step in x.unbind(1):
                 state = self.cell(step, state)
@@ -284,8 +291,9 @@ def test_cells(cell: type[nn.Module], dtype: torch.dtype) -> None:
     holds(Unrolled().to(dtype), series(dtype), rtol=1e-10 if dtype == torch.float64 else 1e-4)
 
 
-def test_low_precision() -> None:
-    model, x = Layers("lstm", batch_first=True).eval(), series(torch.float32)
+def test_low_precision():
+    model = Layers("lstm", batch_first=True).eval()
+    x = series(torch.float32)
     want = truth(model, (x,), torch.ones(B, 15)).total
     with torch.autocast("cpu", torch.bfloat16):
         got = fastlr.per_sample_grad_sq_norms(model, x, torch.ones(B, 15))
@@ -300,9 +308,7 @@ FUNCTIONS = dict(
 )
 
 
-def node_inputs(
-    kind: str, biases: bool = True, count: int = 2, hidden: int = 3
-) -> dict[str, Tensor]:
+def node_inputs(kind, biases=True, count=2, hidden=3):
     """Inputs of one node by role, three steps."""
     gates = {"gru": 3, "tanh": 1, "relu": 1}.get(kind, 4) * hidden
     width = 2 if kind == "projected" else hidden
@@ -321,7 +327,7 @@ def node_inputs(
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_node_has_the_derivatives_of_its_values(kind: str, biases: bool) -> None:
+def test_the_node_has_the_derivatives_of_its_values(kind, biases):
     inputs = node_inputs(kind, biases)
     assert torch.autograd.gradcheck(
         lambda *given: recurrent.Scan.apply(*given, tuple(inputs), FUNCTIONS[kind]),
@@ -330,7 +336,7 @@ def test_the_node_has_the_derivatives_of_its_values(kind: str, biases: bool) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_go_through_states_but_not_through_weights(kind: str) -> None:
+def test_rows_go_through_states_but_not_through_weights(kind):
     """With as many samples as a weight has rows."""
     count = len(node_inputs(kind)["w_ih"])
     inputs = node_inputs(kind, count=count)
@@ -348,11 +354,13 @@ class Read(nn.Module):
     A sample may have several rows.
     """
 
-    def __init__(self, read: str) -> None:
+    def __init__(self, read):
         super().__init__()
-        self.rnn, self.head, self.read = nn.LSTM(IN, H, 2, batch_first=True), nn.Linear(H, 2), read
+        self.rnn = nn.LSTM(IN, H, 2, batch_first=True)
+        self.head = nn.Linear(H, 2)
+        self.read = read
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out, (hidden, cell) = self.rnn(x.reshape(-1, T, IN))
         chosen = {
             "outputs": out.sum(1),
@@ -367,7 +375,7 @@ class Read(nn.Module):
 
 @pytest.mark.parametrize("read", ["outputs", "picked", "cell", "both"])
 @pytest.mark.parametrize("several", [1, 3])
-def test_whichever_results_are_read_of_however_many_rows(read: str, several: int) -> None:
+def test_whichever_results_are_read_of_however_many_rows(read, several):
     x = torch.randn(B, several, T, IN, dtype=torch.float64, generator=seeded())
     engine = holds(Read(read).double(), x)
     assert {p.kinds for n, p in engine.ledger.parameters.items() if n.startswith("rnn")} == {
@@ -375,14 +383,15 @@ def test_whichever_results_are_read_of_however_many_rows(read: str, several: int
     }
 
 
-def test_weights_that_serve_twice_in_one_layer_and_outside() -> None:
+def test_weights_that_serve_twice_in_one_layer_and_outside():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rnn = nn.LSTM(IN, IN, batch_first=True)
-            self.rnn.weight_hh_l0, self.rnn.bias_hh_l0 = self.rnn.weight_ih_l0, self.rnn.bias_ih_l0
+            self.rnn.weight_hh_l0 = self.rnn.weight_ih_l0
+            self.rnn.bias_hh_l0 = self.rnn.bias_ih_l0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             out, (_, cell) = self.rnn(self.rnn(x)[0])
             return (
                 nn.functional.linear(out, self.rnn.weight_ih_l0, self.rnn.bias_ih_l0).flatten(1)
@@ -396,12 +405,10 @@ def test_weights_that_serve_twice_in_one_layer_and_outside() -> None:
 
 
 @pytest.mark.parametrize("rule", ["missing", "wrong"])
-def test_without_a_right_rule_the_nodes_own_formula_serves(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_right_rule_the_nodes_own_formula_serves(rule, monkeypatch):
     right = RULES[recurrent.NODE]
 
-    def wrong(site: Site, slots: Any) -> dict[int, Factor]:
+    def wrong(site, slots):
         return {
             slot: Dense(2 * factor.sq_norms().sqrt()[:, None])
             for slot, factor in right(site, slots).items()
@@ -415,11 +422,11 @@ def test_without_a_right_rule_the_nodes_own_formula_serves(
 
 
 class Outputs(nn.Module):
-    def forward(self, results: tuple) -> Tensor:
+    def forward(self, results):
         return results[0].flatten(1)
 
 
-def test_outputs_whose_samples_lie_apart_have_no_rule() -> None:
+def test_outputs_whose_samples_lie_apart_have_no_rule():
     """Scan outputs whose samples lie apart have no rule: a row's gradients are of two samples.
 
     The rows of the last cell states are turned round among the samples.
@@ -434,6 +441,6 @@ def test_outputs_whose_samples_lie_apart_have_no_rule() -> None:
         RULES[recurrent.NODE](Site(out.grad_fn, (out, cell), layouts, 2, shapes), slots)
 
 
-def test_names_tell_recurrent_layers() -> None:
+def test_names_tell_recurrent_layers():
     assert recurrent.expected(name for name, _ in nn.Sequential(nn.GRU(2, 2)).named_parameters())
     assert not recurrent.expected(name for name, _ in nn.Linear(2, 2).named_parameters())

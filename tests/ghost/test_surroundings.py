@@ -1,7 +1,5 @@
 """Where nothing can be measured whatever the model: a clear error, and nothing is changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,11 +9,11 @@ from fastlr.errors import InputError
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     return nn.Linear(3, 2).eval()
 
 
-def calls(model: nn.Module, x: torch.Tensor) -> list:
+def calls(model, x):
     """The public functions that measure, on one model and its inputs."""
     return [
         lambda: fastlr.estimate(model, fastlr.TensorInputs(x), n=4),

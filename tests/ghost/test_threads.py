@@ -1,7 +1,5 @@
 """Several threads measure models, or run one while another is measured."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -66,7 +64,9 @@ def test_three_threads_measure_one_model_often():
 
 def test_kinds_of_measures_of_one_model():
     model, shape = small_models()["mlp"]
-    x, y, start = samples(shape), torch.arange(8) % 3, small_models()["mlp"][0]
+    x = samples(shape)
+    y = torch.arange(8) % 3
+    start = small_models()["mlp"][0]
     measured = {
         "estimate": lambda m: redundancy(m, fastlr.TensorInputs(x)),
         "norms": lambda m: (
@@ -220,8 +220,10 @@ def test_copies_know_nothing_of_a_lock():
     model = nn.Linear(2, 2)
     with locked(model):
         before = dict(vars(model))
-        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        assert vars(model) == before and list(vars(copied)) == list(vars(loaded)) == list(before)
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert vars(model) == before
+        assert list(vars(copied)) == list(vars(loaded)) == list(before)
 
         def free():
             with locked(copied), locked(loaded):
@@ -278,7 +280,8 @@ def test_a_forward_pass_meanwhile(name):
             estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 8)
             estimator.engine.known = Known()
             assert estimator.measure().value == alone
-    assert not errors and not differing
+    assert not errors
+    assert not differing
 
 
 def test_activations_of_a_forward_pass_meanwhile_are_not_counted():
@@ -365,7 +368,7 @@ def partly(model):
     )
 
 
-class Holder:
+class ModuleHolder:
     """An object that is no module."""
 
     def __init__(self, module):
@@ -373,7 +376,7 @@ class Holder:
 
 
 def in_an_object(model):
-    model.held = Holder(model.layer)
+    model.held = ModuleHolder(model.layer)
     model.function = lambda module, h: module.held.module(h)
 
 
@@ -409,7 +412,8 @@ def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
     with clones(monkeypatch) as found, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    assert found and not any(found)
+    assert found
+    assert not any(found)
     for name, want in exact(model, x, v).items():
         assert torch.allclose(got[name], want, rtol=1e-4), name
 
@@ -446,7 +450,8 @@ def test_what_modules_hold_of_each_other_is_the_clones(monkeypatch, make):
     model, x, v = by_closure(make).eval(), samples((4,)), samples((3,))
     with clones(monkeypatch) as found:
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    assert found and all(found)
+    assert found
+    assert all(found)
     for name, want in exact(model, x, v).items():
         assert torch.allclose(got[name], want, rtol=1e-4), name
 
@@ -456,7 +461,8 @@ def test_ordinary_models_have_a_clone(monkeypatch, name):
     model, shape = small_models()[name]
     with clones(monkeypatch) as found:
         redundancy(model, fastlr.TensorInputs(samples(shape)))
-    assert found and all(found)
+    assert found
+    assert all(found)
 
 
 def exact(model, x, v):

@@ -1,7 +1,5 @@
 """No number without its own evidence: each call is right, or refused where samples interact."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
@@ -12,7 +10,7 @@ import trust_cases as cases
 import trust_state as state
 from exact import assert_norms, output_of, truth
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from trust_cases import Call, Net
 
 import fastlr
@@ -30,20 +28,18 @@ TOLERANCES = {
 }
 
 
-def right(
-    model: nn.Module, xs: tuple, v: Tensor, want: dict[str, Tensor], samples=slice(None), dtype=None
-) -> None:
+def right(model, xs, v, want, samples=slice(None), dtype=None):
     assert_norms(
         norms(model, xs, v, per_parameter=True), want, *TOLERANCES[dtype or v.dtype], samples
     )
 
 
-def output_like(model: nn.Module, xs: tuple) -> Tensor:
+def output_like(model, xs):
     """A random cotangent."""
     return torch.randn_like(output_of(model, xs)[0]).to(torch.get_default_dtype())
 
 
-def check(call: Call) -> None:
+def check(call):
     v = output_like(call.model, call.xs)
     want = truth(call.model, call.xs, v, call.shared)
     assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, (
@@ -59,7 +55,7 @@ def check(call: Call) -> None:
 # The exact loop is right, and says that it is slow.
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
 @pytest.mark.parametrize("name", [*cases.CASES, *cases.LARGE])
-def test_every_call_is_right_or_refused(name: str) -> None:
+def test_every_call_is_right_or_refused(name):
     for call in (cases.CASES | cases.LARGE)[name]():
         check(call)
 
@@ -76,7 +72,7 @@ def test_every_call_is_right_or_refused(name: str) -> None:
         ),
     ],
 )
-def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
+def test_every_call_is_right_or_refused_in_single_precision(name):
     torch.set_default_dtype(torch.float32)
     for call in (cases.CASES | cases.LARGE)[name]():
         check(call)
@@ -98,7 +94,7 @@ CATEGORICAL = fastlr.Categorical()
 
 
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name.startswith(IN_TURN)])
-def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
+def test_the_calls_of_a_model_are_right_in_one_estimate(name):
     for model, calls in itertools.groupby(cases.CASES[name](), key=lambda call: call.model):
         chunks = [call.xs for call in calls]
         inputs = fastlr.TensorInputs(tuple(torch.cat(parts) for parts in zip(*chunks)))
@@ -116,7 +112,7 @@ def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
 
 @pytest.mark.parametrize("mix", [state.with_grad, state.detached])
 @pytest.mark.parametrize("hold", ["buffer in place", "buffer replaced", "dict", "global"])
-def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
+def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix):
     model, set_to = state.HOLDERS[hold](mix)
     monitor = fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8
@@ -135,18 +131,17 @@ def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_models_that_compare_equal() -> None:
+def test_models_that_compare_equal():
     first, second = (state.Equal(lambda net, x: net.c(net.a(x).tanh())) for _ in range(2))
-    assert first == second and engine_for(first) is not engine_for(second)
+    assert first == second
+    assert engine_for(first) is not engine_for(second)
     for model in (first, second, first):
         check(Call(model, (torch.randn(4, 5),)))
 
 
-def test_a_model_may_say_that_it_equals_everything() -> None:
-    first, second = (
-        Net(lambda net, x: net.c(net.a(x).tanh())),
-        Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh())),
-    )
+def test_a_model_may_say_that_it_equals_everything():
+    first = Net(lambda net, x: net.c(net.a(x).tanh()))
+    second = Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh()))
     for model in (first, second):
         model.__class__ = state.Equal
     for model in (first, second, first):
@@ -165,33 +160,38 @@ class Captures(Net):
 
     ready = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.ready:
             self.ready = True
             self.a.register_forward_hook(lambda module, given, out: 1.1 * out)
         return self.c(self.a(x).tanh())
 
 
-def test_hooks_that_a_forward_pass_makes_are_not_made_twice() -> None:
+def test_hooks_that_a_forward_pass_makes_are_not_made_twice():
     model, x, v = Captures(None), torch.randn(4, 5), torch.randn(4, 4)
     want = truth(model, (x,), v).norms
     for _ in range(2):
         right(model, (x,), v, want)
-        assert not model.a._forward_hooks and not model.ready
+        assert not model.a._forward_hooks
+        assert not model.ready
     z = model(x)
     right(model, (x,), v, want)
-    assert len(model.a._forward_hooks) == 1 and torch.equal(model(x), z)
+    assert len(model.a._forward_hooks) == 1
+    assert torch.equal(model(x), z)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("measured_before", [False, True])
-def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before) -> None:
+def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before):
     torch.set_default_dtype(dtype)
-    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+    model = state.CachedBias()
+    x = torch.randn(3, 4, 5)
+    v = torch.randn(3, 4)
     want = truth(model, (x,), v).norms
     if measured_before:
         right(model, (x,), v, want)
-        assert float(want["biases"].min()) > 0 and model.cache == {}
+        assert float(want["biases"].min()) > 0
+        assert model.cache == {}
     with torch.no_grad():
         model(x)
     cached = {key: (value, value.clone()) for key, value in model.cache.items()}
@@ -209,8 +209,10 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
 
 
 @torch.no_grad()
-def test_a_cache_that_has_become_stale_is_refused() -> None:
-    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+def test_a_cache_that_has_become_stale_is_refused():
+    model = state.CachedBias()
+    x = torch.randn(3, 4, 5)
+    v = torch.randn(3, 4)
     model(x)
     norms(model, x, v)
     model.biases.mul_(3)
@@ -218,7 +220,7 @@ def test_a_cache_that_has_become_stale_is_refused() -> None:
         norms(model, x, v)
 
 
-def test_a_buffer_first_written_at_a_later_call_is_put_back() -> None:
+def test_a_buffer_first_written_at_a_later_call_is_put_back():
     def how(net, x):
         if net.options["counts"]:
             net.calls += 1
@@ -233,7 +235,7 @@ def test_a_buffer_first_written_at_a_later_call_is_put_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
+def test_hard_routing_is_judged_the_same_for_every_seed():
     judged = set()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -254,7 +256,7 @@ def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
-def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> None:
+def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype):
     torch.set_default_dtype(torch.float32)
     model = cases.Experts()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -268,7 +270,7 @@ def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> No
     assert set(routes.values()) == {"rule"}, routes
 
 
-def mixer() -> Written:
+def mixer():
     """A mixer over T positions, with samples, positions and channels of one number."""
     parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
     return Written(
@@ -276,10 +278,10 @@ def mixer() -> Written:
     )
 
 
-def windows() -> Written:
+def windows():
     """Swin's: roll, partition into windows, attention in them with a table of biases, and back."""
 
-    def forward(m: Written, x: Tensor) -> Tensor:
+    def forward(m, x):
         count = len(x)
         windows = (
             x.roll((-1, -1), (1, 2)).view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(-1, 4, 4)
@@ -299,8 +301,8 @@ def windows() -> Written:
     )
 
 
-def residual() -> Written:
-    def forward(m: Written, x: Tensor) -> Tensor:
+def residual():
+    def forward(m, x):
         h = m.bn2(m.conv2(m.bn1(m.conv1(x)).relu()))
         return m.fc((h + m.down(x)).relu().mean((2, 3)))
 
@@ -309,37 +311,37 @@ def residual() -> Written:
     return Written(forward, **parts, down=nn.Conv2d(3, 6, 1), fc=nn.Linear(6, 3))
 
 
-def along_features(net: Net, x: Tensor) -> Tensor:
+def along_features(net, x):
     h = net.a(x)
     order = h.argsort(-1)
     top = h.topk(3, -1).values.sum(-1, keepdim=True)
     return net.c((h.sort(-1).values + h.gather(-1, order.flip(-1)) + top).tanh())
 
 
-def running_sums(net: Net, x: Tensor) -> Tensor:
+def running_sums(net, x):
     return net.c(net.b(net.a(x).cumsum(1).tanh()).cummax(1).values).sum(1)
 
 
-def pooled(net: Net, x: Tensor) -> Tensor:
+def pooled(net, x):
     h = F.max_pool1d(net.a(x).transpose(1, 2), 2) + F.adaptive_avg_pool1d(
         net.a(x).transpose(1, 2), 2
     )
     return net.c(F.interpolate(h, size=3).transpose(1, 2)).sum(1)
 
 
-def shuffled(net: Net, x: Tensor) -> Tensor:
+def shuffled(net, x):
     h = F.pixel_shuffle(net.a(x).permute(0, 3, 1, 2)[:, :4], 2)
     h = F.interpolate(h, scale_factor=2, mode="bilinear")
     return net.c(F.unfold(h, 2, stride=2).transpose(1, 2)[..., [0, 1, 2, 3, 0, 1]].tanh()).mean(1)
 
 
-def by_letters(net: Net, x: Tensor) -> Tensor:
+def by_letters(net, x):
     h = torch.einsum("btd,ed->bte", x, net.a.weight) + net.a.bias
     scores = torch.einsum("bte,bse->bts", h, h).softmax(-1)
     return torch.einsum("bts,bse,fe->bf", scores, h, net.c.weight) + net.c.bias
 
 
-def encoder(batch_first: bool) -> nn.Module:
+def encoder(batch_first):
     return nn.TransformerEncoder(
         nn.TransformerEncoderLayer(4, 4, 8, 0.0, batch_first=batch_first),
         2,
@@ -347,7 +349,7 @@ def encoder(batch_first: bool) -> nn.Module:
     )
 
 
-def patches() -> nn.Module:
+def patches():
     return PatchTST(
         channels=2, context=16, horizon=4, patch=4, stride=4, width=8, heads=2, layers=1, ffn=8
     )
@@ -371,10 +373,11 @@ FINE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FINE)
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
-def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
+def test_models_that_keep_the_rules(name, dtype):
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
-    model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
+    model = build().eval()
+    axis = 1 if name == "encoder-time_first" else 0
     # Samples along axis 0.
     front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)
     for count in (4, 2, 5, 4):
@@ -391,9 +394,11 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
-def test_running_statistics_may_move() -> None:
+def test_running_statistics_may_move():
     """In training between two estimates, which costs no proof and no comparison."""
-    model, images, compared = residual(), fastlr.TensorInputs(torch.randn(8, 3, 4, 4)), []
+    model = residual()
+    images = fastlr.TensorInputs(torch.randn(8, 3, 4, 4))
+    compared = []
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(60):
         optimizer.zero_grad()
@@ -401,7 +406,8 @@ def test_running_statistics_may_move() -> None:
         optimizer.step()
         fastlr.estimate(model, images, n=8)
         compared.append(engine_for(model).comparisons)
-    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
+    assert engine_for(model).proofs == 1
+    assert compared[-1] == compared[0]
     check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
     assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 
@@ -409,7 +415,7 @@ def test_running_statistics_may_move() -> None:
 class ByLength(nn.Module):
     """A model that weighs samples by lengths, or positions by masks, beside the batch's mean."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 4)
 
@@ -444,15 +450,13 @@ class ByLength(nn.Module):
     ],
     ids=["lengths", "unsigned lengths", "mask", "rows of a mask", "flags", "zeros", "padding"],
 )
-def test_inputs_that_are_equal_at_first_may_differ_later(
-    equal: torch.Tensor, unequal: torch.Tensor
-) -> None:
+def test_inputs_that_are_equal_at_first_may_differ_later(equal, unequal):
     model, x = ByLength(), torch.randn(5, 5)
     check(Call(model, (x, equal)))
     check(Call(model, (x, unequal), refused=True))
 
 
-def test_a_copy_of_a_model_has_its_own_engine() -> None:
+def test_a_copy_of_a_model_has_its_own_engine():
     model = state.HOLDERS["buffer in place"](state.detached)[0]
     check(Call(model, (torch.randn(4, 5),)))
     other = copy.deepcopy(model)
@@ -464,7 +468,7 @@ def test_a_copy_of_a_model_has_its_own_engine() -> None:
 class ByDtype(nn.Module):
     """Cannot run in float64, and says so by an exception of its own kind, without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(5, 4)
         self.scales = {torch.float32: 2.0}
@@ -475,7 +479,7 @@ class ByDtype(nn.Module):
         return self.layer(x).tanh() * self.scales[x.dtype]
 
 
-def test_a_model_that_cannot_run_in_float64_is_proven_in_its_own_dtype() -> None:
+def test_a_model_that_cannot_run_in_float64_is_proven_in_its_own_dtype():
     torch.set_default_dtype(torch.float32)
     model, x, v = ByDtype().eval(), torch.randn(6, 5), torch.randn(6, 4)
     got = norms(model, x, v)

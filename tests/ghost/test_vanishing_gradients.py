@@ -3,12 +3,10 @@
 Marks on them tell nothing.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from exact import truth
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from fastlr.ghost.api import engine_for
@@ -25,34 +23,35 @@ SHRINK = {
 class Recurrence(nn.Module):
     """A recurrence written by hand whose gradients fall by a factor of ten or more a step."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, width: int = 6) -> None:
+    def __init__(self, dtype=torch.float32, width=6):
         super().__init__()
         self.width = width
-        self.inner, self.outer = nn.Linear(3, width), nn.Linear(width, width)
+        self.inner = nn.Linear(3, width)
+        self.outer = nn.Linear(width, width)
         self.head = nn.Linear(width, 2)
         with torch.no_grad():
             self.outer.weight.mul_(SHRINK[dtype])
         self.to(dtype)
 
-    def step(self, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, x, h):
         return torch.tanh(self.inner(x) + self.outer(h))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = x.new_zeros(len(x), self.width)
         for t in range(x.shape[1]):
             h = self.step(x[:, t], h)
         return self.head(h)
 
 
-class Gated(Recurrence):
+class GatedRecurrence(Recurrence):
     """A gate keeps a small part of the states."""
 
-    def step(self, x: Tensor, h: Tensor) -> Tensor:
+    def step(self, x, h):
         shut = torch.sigmoid(self.inner(x) + self.outer.weight.abs().mean().log())
         return h * shut + torch.tanh(self.outer(h))
 
 
-def right(model: nn.Module, x: Tensor) -> None:
+def right(model, x):
     """Hold the norms of every parameter to float64's."""
     v = torch.randn(len(x), *model(x[:2]).shape[1:])
     got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
@@ -63,10 +62,8 @@ def right(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [Recurrence, Gated])
-def test_the_graph_is_believed_where_marks_are_denormal(
-    kind: type[Recurrence], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("kind", [Recurrence, GatedRecurrence])
+def test_the_graph_is_believed_where_marks_are_denormal(kind, dtype):
     torch.manual_seed(0)
     model = kind(dtype).eval()
     x = torch.randn(9, STEPS, 3, dtype=dtype)
@@ -79,7 +76,7 @@ def test_the_graph_is_believed_where_marks_are_denormal(
     assert engine.comparisons == before
 
 
-def test_a_denormal_row_refutes_nothing_and_a_normal_one_does() -> None:
+def test_a_denormal_row_refutes_nothing_and_a_normal_one_does():
     marks = Marks.make(4, torch.float32, torch.device("cpu"), regular=True)
     least = vanishing([torch.float32], marks.tolerance)
     plain = torch.tensor([1.0, 1e-5, 1e-20, 1e-40], dtype=torch.float64)

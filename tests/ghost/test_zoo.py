@@ -3,8 +3,6 @@
 Run all, slow ones included: ``pytest tests/ghost/test_zoo.py -m "long or not long"``.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import models_zoo as zoo
@@ -25,7 +23,7 @@ FAULTS = [name for name in zoo.ZOO if name.startswith("fault_")]
 SOUND = [param for param in NAMES if param.values[0] not in FAULTS]
 
 
-def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+def measure(case, cotangent):
     """The library's answer, with the check that it left the model as it was."""
     import fastlr
 
@@ -36,7 +34,7 @@ def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor
         )
 
 
-def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+def masked_norms(case, cotangent):
     """Return the truth from the whole batch, by a backward pass per sample.
 
     The cotangent of each pass is zero in all other samples.
@@ -55,18 +53,18 @@ def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.T
     return dict(zip(params, torch.stack(rows, 1)))
 
 
-def refusals(case: zoo.ZooCase) -> tuple[type, ...]:
+def refusals(case):
     """The error classes that a case may end in."""
     return tuple(getattr(errors, name) for name in case.expected.split("|") if name != "ok")
 
 
 def compare(
-    case: zoo.ZooCase,
-    cotangent: torch.Tensor,
-    truth: dict[str, torch.Tensor],
-    itself: float,
-    total: float,
-) -> None:
+    case,
+    cotangent,
+    truth,
+    itself,
+    total,
+):
     """Hold each value within ``itself`` of the truth plus ``total`` of its sample's total.
 
     Values are squared norms by parameter and sample; both tolerances are relative.
@@ -84,9 +82,7 @@ def compare(
     assert_norms(got, truth, itself, total)
 
 
-def two_truths_agree(
-    case: cases.Case, cotangent: torch.Tensor, truth: dict[str, torch.Tensor]
-) -> None:
+def two_truths_agree(case, cotangent, truth):
     """Cutting the inputs and masking the cotangent agree: truth is right, samples independent."""
     if case.name == "embedding_scaled_by_frequency":
         return  # its gradient counts ids over the whole batch
@@ -97,7 +93,7 @@ def two_truths_agree(
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_zoo(name: str) -> None:
+def test_zoo(name):
     exact = zoo.make(name, torch.float64)
     cotangent = cases.cotangent_for(exact)
     truth = cases.loop_norms(exact, cotangent)
@@ -116,7 +112,7 @@ def test_zoo(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_zoo_refuses(name: str) -> None:
+def test_zoo_refuses(name):
     case = zoo.make(name, torch.float32)
     with torch.random.fork_rng():
         result = cases.call(case.model, case.x)

@@ -147,7 +147,8 @@ def write_grid(parent, seeds=4, tasks=100, grid=GRID):
     for k, (u, v) in enumerate(grid):
         for seed in range(seeds):
             rng = np.random.default_rng([seed, k])
-            plasticity, slow = 1.5 * u + 0.2 * rng.normal(), autoregressive(rng, tasks)
+            plasticity = 1.5 * u + 0.2 * rng.normal()
+            slow = autoregressive(rng, tasks)
             accuracy = 0.5 + 0.1 * plasticity + 0.03 * slow + 0.03 * rng.normal(size=tasks)
             norm = np.exp(1.5 * v + 0.3 * rng.normal() + 0.3 * rng.normal(size=tasks))
             folder = write_run(

@@ -31,7 +31,7 @@ from fastlr.integrations.measurement import on_main
 from fastlr.ops.torch_private import no_torch_function
 
 
-class Tokens(nn.Module):
+class HardToShard(nn.Module):
     """A small language model that is hard to shard.
 
     It has a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook.
@@ -60,7 +60,7 @@ class Tokens(nn.Module):
 
 def tokens_model() -> nn.Module:
     torch.manual_seed(3)
-    return Tokens()
+    return HardToShard()
 
 
 def sharded_model(
@@ -180,7 +180,8 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
                     found["as before"] = found.get("as before", True) and all(
                         map(same, before, state(model))
                     )
-                    found["per parameter"], found["routes"] = lr.per_parameter, lr.routes
+                    found["per parameter"] = lr.per_parameter
+                    found["routes"] = lr.routes
                     found["weights"] = whole_state(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -245,7 +246,8 @@ def one_by_one(rank: int) -> dict[str, Any]:
     fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
     found["by itself"] = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).notes
 
-    large, inputs = fully_shard(Hidden(hides=False)), torch.randn(2, 512)
+    large = fully_shard(Hidden(hides=False))
+    inputs = torch.randn(2, 512)
     with full_params(large, whole=False):
         z = large(inputs)
         found["mapped"] = [mapped()]
@@ -471,8 +473,7 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
             )
         if name == "checkpointed":
             model.transformer.h = nn.ModuleList(map(checkpoint_wrapper, model.transformer.h))
-        blocks = lambda m: next(part for part in m.modules() if isinstance(part, nn.ModuleList))  # noqa: E731
-        return model.eval(), blocks, tokens, PREDICTIVE, inputs
+        return model.eval(), first_list, tokens, PREDICTIVE, inputs
     if name == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **heads))
         return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
@@ -489,6 +490,14 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
         image_size=8,
         patch_size=4,
     )
-    model, images = hf.ViTForImageClassification(config), fastlr.NoiseImages((3, 8, 8))
-    blocks = lambda m: [part for part in m.modules() if type(part).__name__ == "ViTLayer"]  # noqa: E731
-    return model.eval(), blocks, torch.randn(3, 3, 8, 8), None, images
+    model = hf.ViTForImageClassification(config)
+    images = fastlr.NoiseImages((3, 8, 8))
+    return model.eval(), vit_layers, torch.randn(3, 3, 8, 8), None, images
+
+
+def vit_layers(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if type(part).__name__ == "ViTLayer"]
+
+
+def first_list(model: nn.Module) -> nn.ModuleList:
+    return next(part for part in model.modules() if isinstance(part, nn.ModuleList))

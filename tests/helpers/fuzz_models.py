@@ -138,7 +138,8 @@ stage("lstm", lambda m, h, i: m.rnn(h)[0], rnn=lambda t, d: nn.LSTM(d, d, batch_
 
 
 def experts_by_index_add(m, h, i):
-    rows, weights = h.flatten(0, 1), m.router(h).softmax(-1).flatten(0, 1)
+    rows = h.flatten(0, 1)
+    weights = m.router(h).softmax(-1).flatten(0, 1)
     out = torch.zeros_like(rows)
     for e, weight in enumerate(m.experts):
         at = (i.expert == e).nonzero()[:, 0]
@@ -291,13 +292,11 @@ class Toggle(nn.Module):
 
     def __init__(self, what: str, where: str, width: int) -> None:
         super().__init__()
-        self.a, self.what, self.where, self.on, self.options = (
-            nn.Linear(width, width),
-            what,
-            where,
-            0.0,
-            {"on": 0.0},
-        )
+        self.a = nn.Linear(width, width)
+        self.what = what
+        self.where = where
+        self.on = 0.0
+        self.options = {"on": 0.0}
         self.register_buffer("flag", torch.zeros(()))
 
     def set(self, on: bool) -> None:
@@ -316,7 +315,7 @@ class Toggle(nn.Module):
 
 for _what in TOGGLES:
     for _where in PLACES:
-        STAGES[f"{_what}, {_where}"] = lambda t, d, what=_what, where=_where: Toggle(what, where, d)  # type: ignore
+        STAGES[f"{_what}, {_where}"] = lambda t, d, of=(_what, _where): Toggle(*of, d)
 
 # -- models and batches
 # ------------------------------------------------------------------------------------------------
@@ -327,11 +326,9 @@ class Model(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.first, self.last, self.pooled = (
-            nn.Linear(spec.width, spec.width),
-            nn.Linear(spec.width, 3),
-            spec.pooled,
-        )
+        self.first = nn.Linear(spec.width, spec.width)
+        self.last = nn.Linear(spec.width, 3)
+        self.pooled = spec.pooled
         self.stages = nn.ModuleList(STAGES[kind](spec.time, spec.width) for kind, _ in spec.stages)
         self.residual = [residual for _, residual in spec.stages]
         for p in self.parameters():
@@ -358,10 +355,8 @@ class Model(nn.Module):
 
 def inputs_of(spec: Spec, batch: Batch) -> Inputs:
     """Inputs in the default dtype; regular: no padding, samples in order, one expert for all."""
-    x, lengths = (
-        torch.randn(batch.count, spec.time, spec.width),
-        torch.full((batch.count,), spec.time),
-    )
+    x = torch.randn(batch.count, spec.time, spec.width)
+    lengths = torch.full((batch.count,), spec.time)
     if batch.regular:
         x[:, 0, 0] = torch.arange(batch.count) / batch.count
         x[:, :, 1] += 4
@@ -377,8 +372,10 @@ def specs(draw: st.DrawFn) -> Spec:
     The first batch is more regular than the others.
     """
     kinds = st.one_of(st.sampled_from(PLAIN), st.sampled_from(PLAIN), st.sampled_from(list(STAGES)))
-    often, once = draw(st.sampled_from([4, 3, 6, 8])), draw(st.sampled_from([4, 2, 3, 6, 8, 1]))
-    seldom, mostly = st.sampled_from([False, False, True]), st.sampled_from([True, True, False])
+    often = draw(st.sampled_from([4, 3, 6, 8]))
+    once = draw(st.sampled_from([4, 2, 3, 6, 8, 1]))
+    seldom = st.sampled_from([False, False, True])
+    mostly = st.sampled_from([True, True, False])
     later = st.builds(Batch, st.sampled_from([often, often, once]), seldom, st.booleans())
     return Spec(
         seed=draw(st.integers(0, 2**16)),

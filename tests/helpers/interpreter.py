@@ -28,7 +28,8 @@ BEFORE = """
 import sys
 import torch
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)  # new memory is NaN: what a kernel does not write would show
+# New memory is NaN: what a kernel does not write would show.
+torch.use_deterministic_algorithms(True)
 assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
 import interpreter
 from fastlr.cli.doctor import repair_interpreter
@@ -99,7 +100,8 @@ def hasten() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once
-    numbers, pointers = functools.cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    numbers = functools.cache(interpreter._get_np_dtype)
+    pointers = np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda kind: (
         pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
     )

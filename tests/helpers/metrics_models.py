@@ -27,7 +27,9 @@ class PlainCNN(nn.Module):
             nn.Conv2d(6, 5, 3, stride=2),
             nn.ReLU(inplace=True),
         )
-        self.hidden, self.act, self.head = nn.Linear(45, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)
+        self.hidden = nn.Linear(45, 7)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(7, 3)
         for layer, unit in ((self.body[0], 1), (self.body[2], 4), (self.hidden, 2)):
             layer.bias.data[unit] = -100.0
 
@@ -48,8 +50,10 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.second, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
         self.relu = nn.ReLU(inplace=True)
         self.fc = nn.Linear(8, 4)
         for norm in (self.norm1, self.norm2):
@@ -85,15 +89,17 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(11, 8), nn.Parameter(torch.randn(1, 5, 8))
-        self.norm1, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.norm2, self.up, self.act, self.down = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 20),
-            NewGELU(),
-            nn.Linear(20, 8),
-        )
-        self.norm3, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.embed = nn.Embedding(11, 8)
+        self.place = nn.Parameter(torch.randn(1, 5, 8))
+        self.norm1 = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.norm2 = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 20)
+        self.act = NewGELU()
+        self.down = nn.Linear(20, 8)
+        self.norm3 = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
         self.up.bias.data[:4] = -100.0
 
@@ -122,7 +128,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.inner = nn.Conv2d(2, 6, 3), nn.LayerNorm(6), nn.Linear(6, 10)
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.norm = nn.LayerNorm(6)
+        self.inner = nn.Linear(6, 10)
         self.line, self.head = nn.Conv1d(10, 5, 3), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,10 +156,8 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = (
-            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
-            nn.Linear(8, 3),
-        )
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+        self.head = nn.Linear(8, 3)
         self.layer.linear1.bias.data[5] = -100.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torchvision.models import DenseNet, VisionTransformer, shufflenet_v2_x0_5
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
+from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.models.swin_transformer import (
     PatchMergingV2,
     SwinTransformer,
@@ -41,8 +43,7 @@ TORCHVISION = {  # name: (a small size that leaves every layer something to do, 
     "vit_b_16": (32, {"num_classes": 10}),
     "swin_t": (64, {"num_classes": 10}),
 }
-# slow at any image size: thin ones of the same blocks stand in
-WIDE = {"convnext_tiny", "vit_b_16", "swin_t", "efficientnet_b0", "densenet121"}
+# All are slow at any image size: thin ones of the same blocks stand in.
 KINKED = {
     "densenet121",
     "densenet121@224",
@@ -55,7 +56,7 @@ def _torchvision(name: str, small: int, options: dict[str, Any]) -> None:
         extra = {"image_size": size} if name == "vit_b_16" else {}
         return images(getattr(torchvision.models, name)(**options, **extra), size)
 
-    zoo(name, long=name in WIDE, kinked=name in KINKED)(lambda: build(small))
+    zoo(name, long=True, kinked=name in KINKED)(lambda: build(small))
     zoo(f"{name}@224", long=True, kinked=f"{name}@224" in KINKED)(lambda: build(224))
     CALIBRATED.update({name, f"{name}@224"})
 
@@ -64,6 +65,10 @@ for _name, (_size, _options) in TORCHVISION.items():
     _torchvision(_name, _size, _options)
 
 
+MOBILE = [(8, 3, 16, 8, True, "HS", 1, 1, 1.0), (8, 5, 16, 8, False, "RE", 2, 1, 1.0)]
+MOBILE = [InvertedResidualConfig(*row) for row in MOBILE]
+zoo("mobilenet_thin")(lambda: images(MobileNetV3(MOBILE, last_channel=16, num_classes=2), 24, 4))
+zoo("resnet_thin")(lambda: images(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5), 24, 4))
 BLOCKS = [CNBlockConfig(12, 16, 2), CNBlockConfig(16, None, 1)]
 zoo("convnext_thin")(lambda: images(ConvNeXt(BLOCKS, num_classes=5), 48))
 INVERTED = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 5, 2, 8, 12, 2)]
@@ -244,5 +249,13 @@ def _() -> Case:
 
 
 CALIBRATED.update(
-    {"efficientnet_thin", "densenet_thin", "shufflenet", "timm_convmixer", "patchtst"}
+    {
+        "efficientnet_thin",
+        "densenet_thin",
+        "mobilenet_thin",
+        "resnet_thin",
+        "shufflenet",
+        "timm_convmixer",
+        "patchtst",
+    }
 )

@@ -211,11 +211,9 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
     """Run out of memory on one rank only, above six inputs, twice with the same estimator."""
     found: dict[str, dict[str, Any]] = {}
     for name, case in HALVED.items():
-        who, first, options = (
-            case["who"],
-            case["first"],
-            {k: v for k, v in case.items() if k not in ("who", "first")},
-        )
+        who = case["who"]
+        first = case["first"]
+        options = {k: v for k, v in case.items() if k not in ("who", "first")}
         marked = Drawn().batch(first, first + 1, seed=3, device="cpu", dtype=torch.float64)
         state: dict[str, Any] = {"low": False, "sizes": []}
 
@@ -225,7 +223,8 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
                 self.net = mlp()
 
             def forward(self, x: Tensor) -> Tensor:
-                state["low"] |= rank == who and (first == 0 or bool((x == marked).all(1).any()))  # noqa: B023
+                met = first == 0 or bool((x == marked).all(1).any())  # noqa: B023
+                state["low"] |= rank == who and met  # noqa: B023
                 if state["low"] and len(x) > 6:  # noqa: B023
                     raise torch.OutOfMemoryError("no more")
                 return self.net(x)

@@ -55,7 +55,9 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.always = nn.Linear(3, 2)
+        self.sometimes = nn.Linear(3, 2)
+        self.never = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
@@ -77,7 +79,9 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.first = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.norm(self.first(x)).tanh() * 2))
@@ -103,7 +107,7 @@ def network(kind: str) -> nn.Module:
     ]
     model = nn.Sequential(*layers)
     model.unused = nn.BatchNorm1d(4)
-    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
     return model
 
 

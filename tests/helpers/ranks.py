@@ -71,7 +71,8 @@ def run_ranks(
         pipes.append(here)
         processes.append(process)
     results: list[Any] = [None] * size
-    waiting, deadline = dict(zip(pipes, range(size))), time.monotonic() + limit
+    waiting = dict(zip(pipes, range(size)))
+    deadline = time.monotonic() + limit
     try:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))

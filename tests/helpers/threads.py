@@ -17,7 +17,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.layer = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits of the last step."""
@@ -94,7 +95,9 @@ def switching_often() -> Iterator[None]:
 @contextmanager
 def meanwhile(work: Callable[[], Any]) -> Iterator[list[BaseException]]:
     """Let another thread do work again and again within this context; yields its errors."""
-    stop, begun, errors = threading.Event(), threading.Event(), list[BaseException]()
+    stop = threading.Event()
+    begun = threading.Event()
+    errors = list[BaseException]()
 
     def run() -> None:
         while not stop.is_set():

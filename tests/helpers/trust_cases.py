@@ -234,10 +234,8 @@ class Switch(nn.Module):
     def __init__(self, experts: int, capacity: Callable[[int], int]) -> None:
         super().__init__()
         self.router, self.head = nn.Linear(5, experts), nn.Linear(6, 4)
-        self.w1, self.w2 = (
-            nn.Parameter(torch.randn(experts, 5, 7)),
-            nn.Parameter(torch.randn(experts, 7, 6)),
-        )
+        self.w1 = nn.Parameter(torch.randn(experts, 5, 7))
+        self.w2 = nn.Parameter(torch.randn(experts, 7, 6))
         self.capacity, self.experts = capacity, experts
         self.eval()
 
@@ -336,11 +334,9 @@ def capacity_that_overflows_later():
 
 def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
     """Pack samples greedily, first fit: tokens [rows, size, width] and their samples, or -1."""
-    packed, owner, used = (
-        x.new_zeros(rows, size, x.shape[-1]),
-        torch.full((rows, size), -1),
-        [0] * rows,
-    )
+    packed = x.new_zeros(rows, size, x.shape[-1])
+    owner = torch.full((rows, size), -1)
+    used = [0] * rows
     for j, length in enumerate(lengths.tolist()):
         row = next(r for r in range(rows) if used[r] + length <= size)
         at = slice(used[row], used[row] + length)
@@ -358,7 +354,8 @@ def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
     h = net.a(packed).tanh()
     other = owner[:, :, None] != owner[:, None]
     h = h + net.b((h @ h.transpose(1, 2)).masked_fill(other, -math.inf).softmax(-1) @ h).tanh()
-    h, own = h.flatten(0, 1), owner.flatten()[None] == torch.arange(len(x))[:, None]
+    h = h.flatten(0, 1)
+    own = owner.flatten()[None] == torch.arange(len(x))[:, None]
     return net.c((h @ net.b.weight[0])[None].masked_fill(~own, -math.inf).softmax(-1) @ h)
 
 
@@ -493,11 +490,9 @@ class Positions(nn.Module):
 
     def __init__(self, attention: bool, channels: int = 4) -> None:
         super().__init__()
-        self.conv, self.norm, self.attention = (
-            nn.Conv2d(3, channels, 1),
-            nn.BatchNorm2d(channels),
-            attention,
-        )
+        self.conv = nn.Conv2d(3, channels, 1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.attention = attention
         self.proj = nn.Linear(channels, channels)
         nn.init.normal_(self.norm.running_mean)
         nn.init.uniform_(self.norm.running_var, 0.5, 1.5)
@@ -524,7 +519,8 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 4)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:

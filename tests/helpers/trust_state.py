@@ -278,7 +278,7 @@ def forward_of_the_instance(mix: Mix) -> Held:
     model = Net(None)
 
     def set_to(alpha: float) -> None:
-        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)  # type: ignore
+        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)
 
     set_to(0.0)
     return model, set_to
@@ -420,8 +420,11 @@ class Keeps(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.hidden, self.calls, self.old = None, 0, torch.ones(3)
-        self.cache, self.ordered = {}, OrderedDict(a=torch.zeros(2), b=1)
-        self.history, self.recent, self.shapes = [torch.zeros(1)], deque([0], 3), {1}
+        self.cache = {}
+        self.ordered = OrderedDict(a=torch.zeros(2), b=1)
+        self.history = [torch.zeros(1)]
+        self.recent = deque([0], 3)
+        self.shapes = {1}
         self.register_buffer("last", torch.zeros(2))
         self.register_buffer("total", torch.zeros(()))
         self.gone = "here"  # the last one: what is deleted comes back at the end
@@ -429,12 +432,10 @@ class Keeps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
-        self.hidden, self.calls, self.fresh, self.old = (
-            h.detach(),
-            self.calls + 1,
-            h.detach().mean(),
-            self.old * 2,
-        )
+        self.hidden = h.detach()
+        self.calls = self.calls + 1
+        self.fresh = h.detach().mean()
+        self.old = self.old * 2
         self.cache[x.shape], self.cache["h"] = h.detach(), h
         self.ordered["a"] = h.detach()[0]
         self.ordered.move_to_end("a")
@@ -463,7 +464,8 @@ class Hard(nn.Module):
 
     def __init__(self, experts: int = 3) -> None:
         super().__init__()
-        self.router, self.table = nn.Linear(5, experts), nn.Parameter(torch.randn(experts, 5, 4))
+        self.router = nn.Linear(5, experts)
+        self.table = nn.Parameter(torch.randn(experts, 5, 4))
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The plugin metric in Avalanche's training strategies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -33,7 +31,7 @@ from fastlr.integrations.avalanche import LocalRedundancyMetric
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Avalanche itself, several at every call
 
 
-def growing() -> nn.Sequential:
+def growing():
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), IncrementalClassifier(8, 2))
 
@@ -63,7 +61,7 @@ def train(metric=None, model=None):
     return model, strategy.evaluator
 
 
-class Watched(Recorded, LocalRedundancyMetric):
+class WatchedMetric(Recorded, LocalRedundancyMetric):
     def estimate(self, strategy):
         return fastlr.estimate(strategy.model, INPUTS, N).value
 
@@ -80,13 +78,16 @@ class Watched(Recorded, LocalRedundancyMetric):
 def test_training_is_bit_for_bit_the_same(when, steps):
     alone, plain = train()
     states = random_states()
-    metric = Watched(INPUTS, N, measures=["weight_norm"], **when)
+    metric = WatchedMetric(INPUTS, N, measures=["weight_norm"], **when)
     watched, plugin = train(metric)
-    assert same_bits(alone, watched) and random_states() == states
-    assert [row[0] for row in metric.rows] == steps and all(row[2] == row[3] for row in metric.rows)
+    assert same_bits(alone, watched)
+    assert random_states() == states
+    assert [row[0] for row in metric.rows] == steps
+    assert all(row[2] == row[3] for row in metric.rows)
     curves = plugin.get_all_metrics()
     _, values = curves["local_redundancy/train_phase/train_stream"]
-    assert values == [row[2] for row in metric.rows] and metric.result() == values[-1]
+    assert values == [row[2] for row in metric.rows]
+    assert metric.result() == values[-1]
     assert set(curves) - set(plain.get_all_metrics()) == {
         f"{name}/train_phase/train_stream"
         for name in ("local_redundancy", "local_redundancy_stderr", "weight_norm")
@@ -94,20 +95,21 @@ def test_training_is_bit_for_bit_the_same(when, steps):
 
 
 def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
-    metric = Watched(INPUTS, N, keep_best=tmp_path / "best.pt")
+    metric = WatchedMetric(INPUTS, N, keep_best=tmp_path / "best.pt")
     model, _ = train(metric, growing())
     assert model[-1].classifier.out_features == 4
-    assert len(metric.rows) == 3 and all(row[2] == row[3] for row in metric.rows)
+    assert len(metric.rows) == 3
+    assert all(row[2] == row[3] for row in metric.rows)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["local_redundancy"] == max(row[2] for row in metric.rows) == metric.best.value
 
 
 def save_and_load(folder):
-    trained = train(Watched(INPUTS, N))
-    benchmark, strategy = prepare(network(), Watched(INPUTS, N))
+    trained = train(WatchedMetric(INPUTS, N))
+    benchmark, strategy = prepare(network(), WatchedMetric(INPUTS, N))
     strategy.train(benchmark.train_stream[0])
     save_checkpoint(strategy, str(folder / "strategy.pkl"))
-    again = prepare(network(), Watched(INPUTS, N))[1]
+    again = prepare(network(), WatchedMetric(INPUTS, N))[1]
     # What this call of Avalanche means, from before torch 2.6.
     load = partial(torch.load, weights_only=False)
     with mock.patch("avalanche.checkpointing.checkpoint.torch.load", load):

@@ -1,8 +1,7 @@
 """The Hugging Face callback in transformers' Trainer."""
 
-from __future__ import annotations
-
 import copy
+import functools
 import json
 
 import pytest
@@ -22,7 +21,7 @@ WHAT = {"n": 12, "predictive": fastlr.Categorical(), "on_error": "raise"}
 TOKENS = fastlr.TokenInputs(31, 8)
 
 
-def language_model() -> GPT2LMHeadModel:
+def language_model():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=31,
@@ -37,14 +36,20 @@ def language_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-class Watched(Recorded, LocalRedundancyCallback):
+@functools.cache
+def another_model():
+    """Return a model that is measured apart from the one in training, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        return language_model()
+
+
+class WatchedTrainer(Recorded, LocalRedundancyCallback):
     def __init__(self, trainer, *args, estimate_dtype=None, **kwargs):
         super().__init__(trainer, *args, **kwargs)
         self.estimate_dtype = estimate_dtype
 
     def estimate(self):
-        with torch.random.fork_rng(devices=[]):
-            copied = language_model()
+        copied = another_model()
         copied.load_state_dict(self.trainer.model.state_dict())
         return fastlr.estimate(
             copied, TOKENS, 12, predictive=fastlr.Categorical(), dtype=self.estimate_dtype
@@ -101,11 +106,13 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
     states = random_states()
     trainer, callback = train(
         tmp_path,
-        lambda t: Watched(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
+        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
         **options,
     )
-    assert same_bits(alone.model, trainer.model) and random_states() == states
-    assert logged(alone) == logged(trainer) and len(logged(alone)) == 5
+    assert same_bits(alone.model, trainer.model)
+    assert random_states() == states
+    assert logged(alone) == logged(trainer)
+    assert len(logged(alone)) == 5
     assert [row[0] for row in callback.rows] == [0, 4, 8]
     assert [(r["step"], r["local_redundancy"]) for r in logged(trainer, True)] == [
         (r[0], r[2]) for r in callback.rows
@@ -117,7 +124,9 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
 
 def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
     trainer, callback = train(
-        tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=8, dtype=None, **WHAT), bf16=True
+        tmp_path,
+        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=8, dtype=None, **WHAT),
+        bf16=True,
     )
     assert "_original_forward" in vars(trainer.model), (
         "accelerate no longer wraps forward: the special case can go"
@@ -126,7 +135,8 @@ def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
     for _, _, value, wanted in callback.rows:
         assert value == wanted
     callback.measure()
-    assert trainer.model.forward == wrapped and callback.last.estimate.dtype is None
+    assert trainer.model.forward == wrapped
+    assert callback.last.estimate.dtype is None
 
 
 def test_best_checkpoint_at_evaluations(tmp_path):
@@ -137,7 +147,7 @@ def test_best_checkpoint_at_evaluations(tmp_path):
         "greater_is_better": True,
     }
     trainer, callback = train(
-        tmp_path, lambda t: Watched(t, TOKENS, at_start=False, **WHAT), **options, **best
+        tmp_path, lambda t: WatchedTrainer(t, TOKENS, at_start=False, **WHAT), **options, **best
     )
     values = {row[0]: row[2] for row in callback.rows}
     assert list(values) == [4, 8]
@@ -149,7 +159,7 @@ def test_best_checkpoint_at_evaluations(tmp_path):
 
 def test_resumption_and_epochs(tmp_path):
     def watch(t):
-        return Watched(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
+        return WatchedTrainer(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
 
     whole, first = train(tmp_path / "a", watch, max_steps=16)
     assert [row[:2] for row in first.rows] == [(8, 1), (16, 2)]

@@ -1,7 +1,5 @@
 """Two processes train together (gloo): none hangs, rank 0 measures, training stays the same."""
 
-from __future__ import annotations
-
 import integration_worker as work
 import pytest
 from ranks import good, run_ranks
@@ -9,11 +7,14 @@ from ranks import good, run_ranks
 
 def test_hand_written_loop():
     first, second = good(run_ranks(2, work.by_hand))
-    assert first["same"] and second["same"] and first["values"]["nobody"] is None
+    assert first["same"]
+    assert second["same"]
+    assert first["values"]["nobody"] is None
     assert first["values"]["both"] == first["values"]["first"] == first["wanted"]
     assert second["values"] == {"nobody": None, "both": None, "first": None}
     assert first["shared"] == second["shared"] == first["alone"]
-    assert first["logged"] == [2] and second["logged"] == []
+    assert first["logged"] == [2]
+    assert second["logged"] == []
 
 
 @pytest.mark.long
@@ -21,7 +22,8 @@ def test_lightning():
     pytest.importorskip("lightning")
     first, second = results = good(run_ranks(2, work.by_lightning, limit=400))
     for result in results:
-        assert result["same"] and result["steps"] == 2
+        assert result["same"]
+        assert result["steps"] == 2
         assert result["value"] == result["wanted"] == pytest.approx(result["metric"])
     assert "Categorical(dim=0)" in first["error"]
     assert "failed on the main process" in second["error"]
@@ -32,7 +34,8 @@ def test_hugging_face(tmp_path):
     pytest.importorskip("accelerate")
     results = good(run_ranks(2, work.by_huggingface, tmp_path, limit=400))
     for result in results:
-        assert result["values"] == results[0]["values"] and len(result["values"]) == 3
+        assert result["values"] == results[0]["values"]
+        assert len(result["values"]) == 3
         assert result["value"] == pytest.approx(result["wanted"], rel=1e-9)
         assert result["best"] == min(result["values"][1:])
 
@@ -41,7 +44,8 @@ def test_hugging_face(tmp_path):
 def test_lightning_sharded():
     pytest.importorskip("lightning")
     for result in good(run_ranks(2, work.by_lightning_sharded, limit=400)):
-        assert result["same"] and result["steps"] == 2
+        assert result["same"]
+        assert result["steps"] == 2
         assert result["value"] == pytest.approx(result["wanted"], rel=1e-6)
         assert result["value"] == pytest.approx(result["metric"])
 
@@ -59,11 +63,9 @@ def test_hugging_face_sharded(tmp_path, bf16):
             "FSDPLayerNorm",
             "FSDPLinear",
         ]
-        assert (
-            result["same"]
-            and result["values"] == results[0]["values"]
-            and len(result["values"]) == 3
-        )
+        assert result["same"]
+        assert result["values"] == results[0]["values"]
+        assert len(result["values"]) == 3
         assert (
             result["value"]
             == result["by hand"]

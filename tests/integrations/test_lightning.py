@@ -1,7 +1,5 @@
 """The Lightning callback in Lightning's Trainer."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings
@@ -71,7 +69,7 @@ def fit(*callbacks, folder=None, module=None, resume=None, **options):
     return module, trainer
 
 
-class Watched(Recorded, LocalRedundancyMonitor):
+class WatchedMonitor(Recorded, LocalRedundancyMonitor):
     def __init__(self, estimate_dtype=None, **options):
         super().__init__(INPUTS, N, **options)
         self.estimate_dtype = estimate_dtype
@@ -89,13 +87,13 @@ def test_training_is_bit_for_bit_the_same(options):
     dtype = torch.bfloat16 if "precision" in options else None
     alone, _ = fit(**options)
     states = random_states()
-    callback = Watched(dtype, every_n_steps=2)
+    callback = WatchedMonitor(dtype, every_n_steps=2)
     watched, trainer = fit(callback, **options)
-    assert same_bits(alone, watched) and random_states() == states
+    assert same_bits(alone, watched)
+    assert random_states() == states
     steps = [0, 2, 4] if "accumulate_grad_batches" in options else [0, 2, 4, 6, 8]
-    assert [row[0] for row in callback.rows] == steps and all(
-        row[2] == row[3] for row in callback.rows
-    )
+    assert [row[0] for row in callback.rows] == steps
+    assert all(row[2] == row[3] for row in callback.rows)
     assert len({row[2] for row in callback.rows}) == len(steps)
     assert float(trainer.callback_metrics["local_redundancy"]) == pytest.approx(
         callback.rows[-1][2]
@@ -104,18 +102,22 @@ def test_training_is_bit_for_bit_the_same(options):
 
 
 def test_epochs_loggers_and_a_submodule(tmp_path):
-    callback = Watched(at_start=False, prefix="fastlr/", module="net", measures=["weight_norm"])
+    callback = WatchedMonitor(
+        at_start=False, prefix="fastlr/", module="net", measures=["weight_norm"]
+    )
     module, trainer = fit(callback, folder=tmp_path)
     assert [row[:2] for row in callback.rows] == [
         (4, 0),
         (8, 1),
-    ] and "0.weight" in callback.last.estimate.per_parameter
+    ]
+    assert "0.weight" in callback.last.estimate.per_parameter
     header, *rows = [
         line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()
     ]
     column = header.index("fastlr/local_redundancy")
     values = {int(row[header.index("step")]): float(row[column]) for row in rows if row[column]}
-    assert values == {row[0]: row[2] for row in callback.rows} and "fastlr/weight_norm" in header
+    assert values == {row[0]: row[2] for row in callback.rows}
+    assert "fastlr/weight_norm" in header
 
 
 def test_best_checkpoint_and_resumption(tmp_path):
@@ -125,7 +127,7 @@ def test_best_checkpoint_and_resumption(tmp_path):
         "save_on_train_epoch_end": True,
         "dirpath": tmp_path,
     }
-    callback = Watched(every_n_epochs=1)
+    callback = WatchedMonitor(every_n_epochs=1)
     _, trainer = fit(callback, ModelCheckpoint(filename="best", **keep), max_epochs=4)
     values = {row[0]: row[2] for row in callback.rows if row[0]}
     best = torch.load(tmp_path / "best.ckpt", weights_only=False)
@@ -134,11 +136,11 @@ def test_best_checkpoint_and_resumption(tmp_path):
     module.load_state_dict(best["state_dict"])
     assert fastlr.estimate(module, INPUTS, N).value == max(values.values())
     # from a checkpoint in the middle of the fit: the same steps and bits as without the break
-    first = Watched(every_n_steps=3)
+    first = WatchedMonitor(every_n_steps=3)
     fit(first, max_epochs=4)
-    broken = Watched(every_n_steps=3)
+    broken = WatchedMonitor(every_n_steps=3)
     fit(broken, ModelCheckpoint(tmp_path, filename="middle", save_top_k=-1), max_epochs=2)
-    second = Watched(every_n_steps=3, at_start=False)
+    second = WatchedMonitor(every_n_steps=3, at_start=False)
     fit(second, max_epochs=4, resume=tmp_path / "middle.ckpt")
     assert (
         [row[0] for row in broken.rows + second.rows]
@@ -152,13 +154,12 @@ def test_best_checkpoint_and_resumption(tmp_path):
 def test_averaged_weights():
     averages = EMAWeightAveraging(decay=0.5)
     alone, _ = fit(EMAWeightAveraging(decay=0.5))
-    callback = Watched(every_n_steps=4, weights="averaged")
+    callback = WatchedMonitor(every_n_steps=4, weights="averaged")
     callback.estimate = lambda *_: fastlr.estimate(averages._average_model.module, INPUTS, N).value
     module, _ = fit(averages, callback)
     assert same_bits(alone, module)
-    assert len({row[2] for row in callback.rows}) == 3 and all(
-        row[2] == row[3] for row in callback.rows
-    )
+    assert len({row[2] for row in callback.rows}) == 3
+    assert all(row[2] == row[3] for row in callback.rows)
     with pytest.raises(InputError, match="no WeightAveraging callback"):
         fit(LocalRedundancyMonitor(INPUTS, N, weights="averaged"))
 

@@ -1,12 +1,11 @@
 """The monitor of hand-written loops leaves training the same and agrees with `fastlr.estimate`."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import math
 import pickle
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -45,12 +44,11 @@ def test_training_is_bit_for_bit_the_same(options):
     rows = []
     meter = monitor(watched, logger=lambda values, step: rows.append((step, values)), **what)
     assert train(watched, meter.step, mid=meter.measure, **options) == losses
-    assert same_bits(alone, watched) and random_states() == states
+    assert same_bits(alone, watched)
+    assert random_states() == states
     assert {step for step, _ in rows} == set(range(7))
-    assert (
-        all(math.isfinite(v) for _, values in rows for v in values.values())
-        and len(rows[0][1]) == 5
-    )
+    assert all(math.isfinite(v) for _, values in rows for v in values.values())
+    assert len(rows[0][1]) == 5
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -71,7 +69,8 @@ def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
             wanted.append(fastlr.estimate(copy.deepcopy(model), INPUTS, N, dtype=dtype).value)
 
     train(model, watch, steps=3, autocast=True)
-    assert seen == wanted and len(set(seen)) == 3
+    assert seen == wanted
+    assert len(set(seen)) == 3
     assert meter.last.estimate.dtype == (None if dtype is None else "bfloat16")
 
 
@@ -80,10 +79,15 @@ def test_epochs_and_moments_by_hand():
     meter = monitor(model, every_n_steps=None, every_n_epochs=3, logger=lambda v, s: seen.append(s))
     readings = [meter.epoch() for _ in range(7) if meter.step() is None]
     assert [r is not None for r in readings] == [False, False, True, False, False, True, False]
-    assert seen == [3, 6] and readings[5].epoch == 6 and readings[5].step == 6
-    assert meter.measure().step == 7 and meter.last.step == 7
+    assert seen == [3, 6]
+    assert readings[5].epoch == 6
+    assert readings[5].step == 6
+    assert meter.measure().step == 7
+    assert meter.last.step == 7
     only = monitor(model, every_n_steps=None)
-    assert only.step() is None and only.epoch() is None and only.measure().value == meter.last.value
+    assert only.step() is None
+    assert only.epoch() is None
+    assert only.measure().value == meter.last.value
 
 
 class Frozen(nn.Module):
@@ -105,10 +109,11 @@ def test_averaged_weights(kind, tmp_path):
     losses = train(alone)
     if kind == "averaged_model":
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        update, shadow = lambda: average.update_parameters(model), average.module
+        update = partial(average.update_parameters, model)
     else:
         average = Frozen(model)
-        update, shadow = lambda: average.update(model), average.module
+        update = partial(average.update, model)
+    shadow = average.module
     weights = {"state_dict": lambda: shadow.state_dict(), "function": lambda: lambda: average}.get(
         kind, lambda: average
     )()
@@ -122,8 +127,10 @@ def test_averaged_weights(kind, tmp_path):
             assert meter.last.value == wanted[-1]
 
     assert train(model, watch, each=update) == losses
-    assert same_bits(alone, model) and [p.data_ptr() for p in model.parameters()] == places
-    assert len(set(wanted)) == 3 and wanted[-1] != fastlr.estimate(model, INPUTS, N).value
+    assert same_bits(alone, model)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert len(set(wanted)) == 3
+    assert wanted[-1] != fastlr.estimate(model, INPUTS, N).value
     kept = network()
     load_state_dict(kept, read_checkpoint(tmp_path / "best.pt"))
     assert fastlr.estimate(kept, INPUTS, N).value == min(wanted)
@@ -178,7 +185,8 @@ def test_best_checkpoint_and_resumption(tmp_path, mode):
     train(model, watch)
     best = {"max": max, "min": min}[mode](values, key=values.get)
     found = torch.load(tmp_path / "best.pt", weights_only=True)
-    assert found["step"] == best == meter.best.step and found["local_redundancy"] == values[best]
+    assert found["step"] == best == meter.best.step
+    assert found["local_redundancy"] == values[best]
     kept = network()
     kept.load_state_dict(found["state_dict"])
     assert fastlr.estimate(kept, INPUTS, N).value == values[best]
@@ -189,7 +197,10 @@ def test_best_checkpoint_and_resumption(tmp_path, mode):
         model, every_n_steps=4, keep_best=lambda reading: seen.append(reading.value), mode=mode
     )
     again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
-    assert again.step() is None and again.step().step == 8 and seen == [] and again.best is None
+    assert again.step() is None
+    assert again.step().step == 8
+    assert seen == []
+    assert again.best is None
     assert again.meter.batch_size == meter.meter.batch_size == meter.last.estimate.batch_size
     with pytest.raises(InputError, match="state of a Monitor"):
         again.load_state_dict({"steps": 3})
@@ -203,14 +214,16 @@ def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
         meter.reference()
     for _ in range(2):
         train(model, meter.step)  # three readings each
-    assert "cannot be told yet" not in meter.verdict() and len(meter.course) == 6
+    assert "cannot be told yet" not in meter.verdict()
+    assert len(meter.course) == 6
     with torch.no_grad():
         [p.mul_(0.2) for p in model.parameters()]
     kept = pickle.dumps(meter.state_dict())
     for _ in range(3):
         meter.measure()
     found = change(meter.course[:3], meter.course[-3:])
-    assert found.moved == -1 and found.paired
+    assert found.moved == -1
+    assert found.paired
     told = meter.verdict()
     assert told.startswith(f"Local redundancy has fallen from {brief(found.first)} to ")
     dormant = meter.last.measures["dormant_ratio"].details
@@ -221,7 +234,8 @@ def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
         again.measure()
     assert again.verdict() == told
     again.reference()  # the last three of nine, all alike
-    assert "cannot be told yet" in again.verdict() and "there are 9" in again.verdict()
+    assert "cannot be told yet" in again.verdict()
+    assert "there are 9" in again.verdict()
     for _ in range(3):
         again.measure()
     assert "went from" in again.verdict()
@@ -234,7 +248,8 @@ def test_the_verdict_knows_the_networks_own_inputs():
     own = Monitor(network(), fastlr.TensorInputs(data()[0]), len(data()[0]))
     for _ in range(7):
         own.measure()
-    assert len(own.course) == 6 and "these are its own inputs" in own.verdict()
+    assert len(own.course) == 6
+    assert "these are its own inputs" in own.verdict()
 
 
 def test_loggers_and_names(tmp_path):
@@ -245,7 +260,8 @@ def test_loggers_and_names(tmp_path):
         )
         train(model, meter.step)
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
-    assert [row["step"] for row in rows] == ["2", "4", "6"] and len(seen) == 3
+    assert [row["step"] for row in rows] == ["2", "4", "6"]
+    assert len(seen) == 3
     assert (
         float(rows[-1]["fastlr/local_redundancy"])
         == meter.last.value

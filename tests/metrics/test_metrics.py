@@ -3,13 +3,10 @@
 That holds on any kind of model.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from metrics_models import (
     share,
 )
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from untouched import untouched
 
 import fastlr
@@ -42,7 +39,7 @@ from fastlr.errors import InputError
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", MODELS)
-def test_weight_norm_and_distance(kind: type, dtype: torch.dtype) -> None:
+def test_weight_norm_and_distance(kind, dtype):
     model = made(kind, dtype)
     init = copy.deepcopy(model.state_dict())
     frozen = next(model.parameters())
@@ -61,7 +58,7 @@ def test_weight_norm_and_distance(kind: type, dtype: torch.dtype) -> None:
     assert metrics.weight_norm(model).details["parameters"] == sum(p.size for p in own.values())
 
 
-def test_distance_from_a_model_from_wrapped_states_and_from_the_start() -> None:
+def test_distance_from_a_model_from_wrapped_states_and_from_the_start():
     model = made(Residual)
     start = copy.deepcopy(model)
     assert metrics.distance_from_init(model, start) == 0
@@ -85,14 +82,12 @@ def test_distance_from_a_model_from_wrapped_states_and_from_the_start() -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "channels_last", "bfloat16", "batches", "autocast"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_dormant_ratio_equals_the_definition(kind: type, layout: str) -> None:
+def test_dormant_ratio_equals_the_definition(kind, layout):
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
     model, x = made(kind, dtype), data(kind, dtype=dtype)
     if layout == "channels_last" and x.ndim == 4:
-        model, x = (
-            model.to(memory_format=torch.channels_last),
-            x.to(memory_format=torch.channels_last),
-        )
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layout == "autocast"):
         wanted = scores(model, x)
         given = (part for part in x.split(7)) if layout == "batches" else x
@@ -108,7 +103,7 @@ def test_dormant_ratio_equals_the_definition(kind: type, layout: str) -> None:
     assert list(some.layers.values()) == [pytest.approx(share([s], threshold)) for s in wanted]
 
 
-def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
+def test_dead_units_made_on_purpose_are_found_where_they_are():
     dead = metrics.dormant_ratio(made(PlainCNN), data(PlainCNN))
     assert dead.details == {"units": 18, "dormant": 3}
     assert dead.layers == {
@@ -125,7 +120,7 @@ def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
     }
 
 
-def shaped(function: Callable[[Written, Tensor], Tensor]) -> Written:
+def shaped(function):
     """Return layers whose results a function rearranges before the activation.
 
     There are 6 channels of a convolution and 9 outputs of a linear layer.
@@ -171,22 +166,24 @@ UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_are_channels_or_the_last_axis_wherever_they_move(name: str) -> None:
+def test_units_are_channels_or_the_last_axis_wherever_they_move(name):
     function, units = UNITS[name]
     assert (
         metrics.dormant_ratio(shaped(function), torch.randn(4, 2, 8, 5)).details["units"] == units
     )
 
 
-def test_dormant_by_the_mean_activation_with_its_sign() -> None:
+def test_dormant_by_the_mean_activation_with_its_sign():
     """GELU units with a mean below 0.05 are dormant, mostly negative ones among them.
 
     This is the definition of the appendix on time series.
     """
     model = nn.Sequential(nn.Linear(4, 50), nn.GELU()).double()
     x = torch.randn(64, 4, dtype=torch.float64)
-    a, how = model(x), {"units": "all", "normalize": False, "threshold": 0.05}
-    below, absolute = (a.mean(0) < 0.05).sum(), (a.abs().mean(0) <= 0.05).sum()
+    a = model(x)
+    how = {"units": "all", "normalize": False, "threshold": 0.05}
+    below = (a.mean(0) < 0.05).sum()
+    absolute = (a.abs().mean(0) <= 0.05).sum()
     signed = metrics.dormant_ratio(model, iter(x.split(9)), signed=True, **how)
     assert (
         signed.details["dormant"]
@@ -197,10 +194,11 @@ def test_dormant_by_the_mean_activation_with_its_sign() -> None:
     assert "mean a below 0.05" in signed.definition
 
 
-def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
+def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
     model[0].weight.data = torch.eye(2)
-    first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
+    first = torch.tensor([[1.0, -1.0]])
+    second = torch.tensor([[-1.0, 1.0]])
     assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
     assert metrics.dormant_ratio(model, iter([first, second])) == 0
     # Each unit's mean is 1 in one batch, 1/2 over both.
@@ -208,10 +206,8 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
         "threshold": 0.6,
         "normalize": False,
     }
-    assert (
-        metrics.dormant_ratio(model, iter([first, second]), **half) == 1
-        and metrics.dormant_ratio(model, first, **half) < 1
-    )
+    assert metrics.dormant_ratio(model, iter([first, second]), **half) == 1
+    assert metrics.dormant_ratio(model, first, **half) < 1
     assert (
         metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
     )
@@ -220,26 +216,30 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
 class Gated(nn.Module):
     """ReLU units, two of four dead; Hardswish units, one of three dead; and a gate that is none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.a, self.b, self.swish = nn.Linear(2, 4), nn.Linear(2, 3), nn.Hardswish()
+        self.a = nn.Linear(2, 4)
+        self.b = nn.Linear(2, 3)
+        self.swish = nn.Hardswish()
         self.a.bias.data[:2] = -100.0
         self.a.bias.data[2:] = 100.0
         self.b.bias.data = torch.tensor([-100.0, 100.0, 50.0])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cat(
             [self.a(x).relu_(), self.swish(self.b(x)), torch.tanh(x), F.hardsigmoid(x)], 1
         )
 
 
-def test_which_units_count() -> None:
+def test_which_units_count():
     model, x = Gated(), torch.rand(5, 2)
     paper = metrics.dormant_ratio(model, x)
-    assert paper.details == {"units": 4, "dormant": 2} and "ReLU units" in paper.definition
+    assert paper.details == {"units": 4, "dormant": 2}
+    assert "ReLU units" in paper.definition
     assert metrics.dormant_ratio(model, x, units="all").details == {"units": 7, "dormant": 3}
     sokar = metrics.dormant_ratio(model, x, threshold=0.1)
-    assert sokar.details == {"units": 7, "dormant": 3} and "tau-dormant" in sokar.definition
+    assert sokar.details == {"units": 7, "dormant": 3}
+    assert "tau-dormant" in sokar.definition
     # 50 is under the mean, 50.0.
     assert metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1
     raw = metrics.dormant_ratio(model, x, threshold=60.0, normalize=False)
@@ -249,15 +249,16 @@ def test_which_units_count() -> None:
     assert list(more.layers) == ["(model):relu", "swish", "(model):tanh", "(model):hardsigmoid"]
 
 
-def test_a_silent_layer_is_dormant_at_every_threshold() -> None:
+def test_a_silent_layer_is_dormant_at_every_threshold():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.GELU())
     model[0].bias.data.fill_(-100.0)
     assert metrics.dormant_ratio(model, torch.rand(6, 3)) == 1.0
     assert metrics.dormant_ratio(model, torch.rand(6, 3), threshold=1e-9) == 0.5
 
 
-def test_hugging_face_and_timm_models() -> None:
-    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+def test_hugging_face_and_timm_models():
+    transformers = pytest.importorskip("transformers")
+    timm = pytest.importorskip("timm")
     config = transformers.GPT2Config(
         vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -276,7 +277,7 @@ def test_hugging_face_and_timm_models() -> None:
 # --------------------------------------------------------------------------------------------
 
 
-def everything(model: nn.Module, kind: type) -> dict[str, metrics.Measure]:
+def everything(model, kind):
     x = data(kind, 6)
     return {
         **metrics.activation_measures(model, x),
@@ -286,7 +287,7 @@ def everything(model: nn.Module, kind: type) -> dict[str, metrics.Measure]:
 
 
 @pytest.mark.parametrize("kind", [Residual, GPT])
-def test_the_model_comes_back_as_it_was(kind: type) -> None:
+def test_the_model_comes_back_as_it_was(kind):
     model = made(kind).train()
     next(model.children()).eval()
     for p in model.parameters():
@@ -297,7 +298,7 @@ def test_the_model_comes_back_as_it_was(kind: type) -> None:
     assert first == second  # to the bit
 
 
-def test_a_failure_leaves_no_hooks_and_eval_flags() -> None:
+def test_a_failure_leaves_no_hooks_and_eval_flags():
     model = made(PlainCNN).train()
     for call in (metrics.dormant_ratio, metrics.effective_rank):
         x = torch.randn(2, 3, 30, 30)
@@ -306,20 +307,21 @@ def test_a_failure_leaves_no_hooks_and_eval_flags() -> None:
 
 
 @pytest.mark.parametrize("kind", [PlainCNN, GPT])
-def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind: type) -> None:
+def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind):
     model, x, y = made(kind), data(kind, 6), labels(kind, 6)
     names = ["train_grad_norm_batch", *metrics.activations.MEASURES]
     apart = everything(model, kind)
     passes = []
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     found = metrics.measures(model, names, x=x, y=y, loss=entropy_loss)
-    assert passes == [True] and list(found) == names
+    assert passes == [True]
+    assert list(found) == names
     for name in names:
         assert found[name].to_dict() == apart[name].to_dict()  # to the bit
     assert not any(p.grad is not None for p in model.parameters())
 
 
-def test_one_forward_pass_serves_all() -> None:
+def test_one_forward_pass_serves_all():
     model, x = made(PlainCNN), data(PlainCNN)
     single = {
         "dormant_ratio": metrics.dormant_ratio(model, x),
@@ -341,12 +343,34 @@ def test_one_forward_pass_serves_all() -> None:
         metrics.activation_measures(model, x, measures=["rank"])
 
 
-def test_records_name_their_definition() -> None:
+def test_measures_that_try_the_model_out_are_those_by_themselves():
+    model, x, y = made(PlainCNN), data(PlainCNN, 16), labels(PlainCNN, 16)
+    apart = {
+        "trainability": metrics.trainability(model, x, repeats=1),
+        "gradient_noise_scale": fastlr.gradient_noise_scale(model, x, y, entropy_loss),
+        "curvature_rank": metrics.curvature_rank(model, x),
+    }
+    with untouched(model):
+        found = metrics.measures(model, list(apart), x=x, y=y, loss=entropy_loss, repeats=1)
+    assert list(found) == list(apart)
+    for name, measure in apart.items():
+        assert found[name].to_dict() == measure.to_dict()  # to the bit
+
+
+@pytest.mark.parametrize("name", ["trainability", "curvature_rank"])
+def test_measures_of_samples_along_axis_0_refuse_other_axes(name):
+    with pytest.raises(InputError, match=f"{name} takes samples along axis 0 only"):
+        metrics.measures(made(PlainCNN), [name], x=data(PlainCNN), in_dim=1)
+
+
+def test_records_name_their_definition():
     found = everything(made(Residual), Residual)
     assert len({m.definition for m in found.values()}) == len(found)
     for measure in found.values():
         record = json.loads(json.dumps(measure.to_dict(layers=True), allow_nan=False))
-        assert record["value"] == float(measure) and record["definition"] == measure.definition
+        assert record["value"] == float(measure)
+        assert record["definition"] == measure.definition
         for again in (pickle.loads(pickle.dumps(measure)), copy.deepcopy(measure)):
-            assert again == measure and again.to_dict(layers=True) == measure.to_dict(layers=True)
+            assert again == measure
+            assert again.to_dict(layers=True) == measure.to_dict(layers=True)
     assert fastlr.metrics is metrics

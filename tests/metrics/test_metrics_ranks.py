@@ -3,10 +3,7 @@
 The representation is found, or asked for by name.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from exact import gradients
 from metrics_models import MODELS, PlainCNN, Residual, data, entropy_loss, labels, made, plain_ranks
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr import metrics
 from fastlr.errors import InputError, ModelError
@@ -26,9 +23,10 @@ from fastlr.errors import InputError, ModelError
 
 @pytest.mark.parametrize("layout", ["plain", "bfloat16", "batches", "one sample"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_ranks_equal_numpy(kind: type, layout: str) -> None:
+def test_ranks_equal_numpy(kind, layout):
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
-    model, x = made(kind, dtype), data(kind, 1 if layout == "one sample" else 40, dtype)
+    model = made(kind, dtype)
+    x = data(kind, 1 if layout == "one sample" else 40, dtype)
     with torch.no_grad():
         wanted = plain_ranks(model.by_hand(x)[1], delta=0.05, epsilon=0.1)
     given = (part for part in x.split(9)) if layout == "batches" else x
@@ -47,7 +45,7 @@ def test_ranks_equal_numpy(kind: type, layout: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 30, 700])
-def test_ranks_of_known_spectra(rows: int) -> None:
+def test_ranks_of_known_spectra(rows):
     """Rank-deficient features, in pieces of any size: singular values 4, 2, 1 and zeros."""
     generator = torch.Generator().manual_seed(0)
     left = torch.linalg.qr(torch.randn(rows, 3, generator=generator, dtype=torch.float64)).Q
@@ -68,7 +66,7 @@ def test_ranks_of_known_spectra(rows: int) -> None:
     assert metrics.effective_rank(model, torch.zeros(4, 6).double(), kind="entropy") == 0
 
 
-def headed(head: Callable[[Written, Tensor], Tensor]) -> Written:
+def headed(head):
     """A backbone and a head that is a function."""
     parts = {"a": nn.Linear(4, 5), "b": nn.Linear(4, 5), "w": nn.Parameter(torch.randn(5, 3))}
     parts |= {"rnn": nn.LSTM(5, 3, batch_first=True), "last": nn.Conv2d(5, 3, 1)}
@@ -100,7 +98,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_the_last_linear_layer_is_found(name: str) -> None:
+def test_the_last_linear_layer_is_found(name):
     model, x = headed(FOUND[name]), torch.randn(9, 4)
     with torch.no_grad():
         wanted = plain_ranks(model.a(x).relu())["effective_rank_entropy"]
@@ -108,7 +106,7 @@ def test_the_last_linear_layer_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_without_a_last_linear_layer_the_error_says_what_there_is(name: str) -> None:
+def test_without_a_last_linear_layer_the_error_says_what_there_is(name):
     head, message = REFUSED[name]
     model, x = headed(head), torch.randn(9, 4)
     with pytest.raises(ModelError, match=f"{message}.*pass layer="):
@@ -121,7 +119,7 @@ def test_without_a_last_linear_layer_the_error_says_what_there_is(name: str) -> 
     metrics.dormant_ratio(model, x)  # which needs no last layer
 
 
-def test_layer_by_name() -> None:
+def test_layer_by_name():
     model, x = made(Residual), data(Residual)
     with torch.no_grad():
         wanted = plain_ranks(model.norm1(model.first(x)).relu().movedim(1, -1))
@@ -145,9 +143,7 @@ def test_layer_by_name() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def plain_gradients(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Callable
-) -> tuple[list[float], float]:
+def plain_gradients(model, x, y, loss):
     """One backward pass a sample, and one for the mean over samples."""
     losses = [loss(model(x[i : i + 1]), y[i : i + 1]).sum() for i in range(len(x))]
     *samples, batch = (
@@ -157,8 +153,10 @@ def plain_gradients(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_training_gradient_norms_equal_plain_loops(kind: type) -> None:
-    model, x, y = made(kind, torch.float64), data(kind, 7, torch.float64), labels(kind, 7)
+def test_training_gradient_norms_equal_plain_loops(kind):
+    model = made(kind, torch.float64)
+    x = data(kind, 7, torch.float64)
+    y = labels(kind, 7)
     samples, batch = plain_gradients(model, x, y, entropy_loss)
     model.train()  # measured in eval mode all the same
     for size in (None, 3):
@@ -174,12 +172,10 @@ def test_training_gradient_norms_equal_plain_loops(kind: type) -> None:
     )
 
 
-def test_losses_of_torch_are_taken_unreduced() -> None:
-    model, x, y = (
-        made(PlainCNN, torch.float64),
-        data(PlainCNN, 5, torch.float64),
-        labels(PlainCNN, 5),
-    )
+def test_losses_of_torch_are_taken_unreduced():
+    model = made(PlainCNN, torch.float64)
+    x = data(PlainCNN, 5, torch.float64)
+    y = labels(PlainCNN, 5)
     wanted = pytest.approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
     module = nn.CrossEntropyLoss()
     for loss in (
@@ -196,7 +192,7 @@ def test_losses_of_torch_are_taken_unreduced() -> None:
     assert found["train_grad_norm_batch"] == pytest.approx(squares[1], rel=1e-9)
 
 
-def test_training_gradient_norm_in_half_precision() -> None:
+def test_training_gradient_norm_in_half_precision():
     exact, x, y = made(PlainCNN), data(PlainCNN, 6), labels(PlainCNN, 6)
     wanted = metrics.gradient_measures(exact, x, y, F.cross_entropy)
     found = metrics.gradient_measures(exact.bfloat16(), x.bfloat16(), y, F.cross_entropy)

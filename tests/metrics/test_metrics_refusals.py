@@ -1,7 +1,5 @@
 """What metrics refuse: one table of the error, words of its message, and the call."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -27,20 +25,20 @@ from fastlr.metrics import (
 )
 
 MODEL, X, Y = made(PlainCNN), data(PlainCNN, 5), labels(PlainCNN, 5)
-RESIDUAL, SMALL = made(Residual), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4))
+RESIDUAL = made(Residual)
+SMALL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4))
 START, ROWS = copy.deepcopy(RESIDUAL.state_dict()), torch.randn(7, 3)
 WITHOUT_HEAD = {name: value for name, value in START.items() if name != "fc.weight"}
 LOST, UNSTARTED = made(PlainCNN), copy.deepcopy(MODEL.state_dict())
 LOST.head.weight.data[0, 0] = math.nan
 DIVERGED = made(PlainCNN)
 DIVERGED.hidden.bias.data[0] = math.inf
-SIGMOID, GELU = (
-    nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()),
-    nn.Sequential(nn.Linear(3, 3), nn.GELU()),
-)
+SIGMOID = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())
+GELU = nn.Sequential(nn.Linear(3, 3), nn.GELU())
 OF_ACTIVATIONS = (dormant_ratio, effective_rank, feature_rank)
 
-of_state, of_small = partial(distance_from_init, RESIDUAL), partial(trainability, SMALL, ROWS)
+of_state = partial(distance_from_init, RESIDUAL)
+of_small = partial(trainability, SMALL, ROWS)
 of_losses = partial(train_grad_norm, MODEL, X, Y)
 capacity = partial(fastlr.memorization_capacity, SMALL, ROWS)
 

@@ -1,7 +1,5 @@
 """Noise scale, trainability and curvature rank against their definitions."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -20,7 +18,7 @@ from fastlr.errors import InputError, InteractionError, ModelError, NonFiniteErr
 from fastlr.metrics import curvature_rank, probes, trainability
 
 
-def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
+def net(outputs=3, act=nn.Tanh):
     return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
 
 
@@ -29,7 +27,9 @@ def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
 
 
 def test_the_noise_scale_is_that_of_the_sample_covariance(double):
-    model, x, y = net().eval(), torch.randn(40, 5), torch.randint(3, (40,))
+    model = net().eval()
+    x = torch.randn(40, 5)
+    y = torch.randint(3, (40,))
     g = gradients(model, F.cross_entropy(model(x), y, reduction="none"))
     trace = g.var(0).sum()
     square = g.mean(0).square().sum() - trace / len(g)
@@ -92,12 +92,10 @@ def test_a_fresh_network_learns_and_a_dead_one_does_not():
         != trainability(model, x, learning_rate=1e-2, seed=1)
     )
     details = fresh.details
-    assert (
-        0.1 < fresh < 1
-        and details["n"] == 32
-        and 0 < details["half"] < 100
-        and details["stderr"] > 0
-    )
+    assert 0.1 < fresh < 1
+    assert details["n"] == 32
+    assert 0 < details["half"] < 100
+    assert details["stderr"] > 0
     nn.init.constant_(model[0].bias, -100.0)  # no unit is ever active: only the last bias learns
     dead = trainability(model, x, learning_rate=1e-2)
     assert dead < 0.3 * fresh
@@ -105,7 +103,8 @@ def test_a_fresh_network_learns_and_a_dead_one_does_not():
         20.0  # it unlearns its confidence, which takes most of the loss away, and learns no label
     )
     confident = trainability(model, x, steps=400, learning_rate=0.1)
-    assert abs(confident) < 0.1 and confident.details["end"] < 0.2 * confident.details["start"]
+    assert abs(confident) < 0.1
+    assert confident.details["end"] < 0.2 * confident.details["start"]
     assert trainability(model, x, steps=1, repeats=1).details["stderr"] is None
 
 
@@ -186,10 +185,8 @@ def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
         sums = values.cumsum(0) / values.sum()
         measure = curvature_rank(model, x, delta=delta)
         assert measure == int((sums < 1 - delta).sum()) + 1
-    assert (
-        measure.details["trace"] == pytest.approx(float(values.sum()), rel=1e-9)
-        and measure.details["n"] == 7
-    )
+    assert measure.details["trace"] == pytest.approx(float(values.sum()), rel=1e-9)
+    assert measure.details["n"] == 7
     same = curvature_rank(model, x[:1].expand(6, 5), delta=0.01)
     assert same == 1, "copies of one input have one direction"
 
@@ -225,10 +222,10 @@ def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
     )
     # Log2 sum over y of P_fit(y).
     assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)
-    assert (
-        found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
-    )
-    assert float(found) == found.details["bits"] / 2 and found.details["stderr"] is None
+    assert found.details["bits"] == pytest.approx(1.0, abs=0.01)
+    assert found.details["parameters"] == 2
+    assert float(found) == found.details["bits"] / 2
+    assert found.details["stderr"] is None
 
 
 def test_capacity_stops_at_what_the_model_can_hold():
@@ -239,12 +236,16 @@ def test_capacity_stops_at_what_the_model_can_hold():
         memorization_capacity(small, inputs, n, steps=200, learning_rate=0.05, repeats=2)
         for n in (16, 400)
     )
-    assert few.details["share"] > 0.95 and few.details["bits"] <= 32 and few.details["n"] == 16
-    assert many.details["share"] < 0.9 and many.details["stderr"] > 0
+    assert few.details["share"] > 0.95
+    assert few.details["bits"] <= 32
+    assert few.details["n"] == 16
+    assert many.details["share"] < 0.9
+    assert many.details["stderr"] > 0
     labels = memorization_capacity(
         small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0
     )
-    assert labels == many and float(many) == many.details["bits"] / many.details["parameters"]
+    assert labels == many
+    assert float(many) == many.details["bits"] / many.details["parameters"]
     alike = memorization_capacity(
         small, torch.zeros(64, 3, 8, 8), steps=100, learning_rate=0.05, repeats=2
     )

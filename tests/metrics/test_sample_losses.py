@@ -1,14 +1,9 @@
 """Losses that mix samples are refused; those of each sample's own row give what a loop gives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import fastlr
 from fastlr import metrics
@@ -19,20 +14,18 @@ KEYS = torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(3))
 WEIGHTS = torch.rand(8, generator=torch.Generator().manual_seed(4)) + 0.5
 
 
-def made(
-    samples: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[nn.Module, Tensor, Tensor]:
+def made(samples=8, dtype=torch.float64, seed=0):
     """A network, inputs and classes."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
     return model, torch.randn(samples, 5, dtype=dtype), torch.randint(0, CLASSES, (samples,))
 
 
-def entropy(z: Tensor, y: Tensor) -> Tensor:
+def entropy(z, y):
     return F.cross_entropy(z, y, reduction="none")
 
 
-def info_nce(z: Tensor, _: Any) -> Tensor:
+def info_nce(z, _):
     units = F.normalize(z, dim=1)
     other = units.flip(1)
     return F.cross_entropy(
@@ -40,55 +33,55 @@ def info_nce(z: Tensor, _: Any) -> Tensor:
     )
 
 
-def triplet(z: Tensor, _: Any) -> Tensor:
+def triplet(z, _):
     distance = torch.cdist(z, z)
     return (1 + distance.roll(1, 0).diagonal() - distance.roll(2, 0).diagonal()).relu()
 
 
-def hard_negatives(z: Tensor, y: Tensor) -> Tensor:
+def hard_negatives(z, y):
     distance = torch.cdist(z, z) + 1e3 * torch.eye(len(z), dtype=z.dtype)
     return (5 - distance.amin(1)).relu() + entropy(z, y)
 
 
-def supervised_contrast(z: Tensor, y: Tensor) -> Tensor:
+def supervised_contrast(z, y):
     units = F.normalize(z, dim=1)
     same = (y[:, None] == y).to(z.dtype)
     return -((units @ units.T).log_softmax(1) * same).sum(1) / same.sum(1)
 
 
-def over(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def over(scale):
     """A loss divided by a number of the batch."""
     return lambda z, y: entropy(z, y) / scale(entropy(z, y))
 
 
-def hardest_half(z: Tensor, y: Tensor) -> Tensor:
+def hardest_half(z, y):
     return entropy(z, y).topk(len(z) // 2).values
 
 
-def trimmed(z: Tensor, y: Tensor) -> Tensor:
+def trimmed(z, y):
     losses = entropy(z, y)
     return losses * (losses.detach() <= losses.detach().median())
 
 
-def by_rank(z: Tensor, y: Tensor) -> Tensor:
+def by_rank(z, y):
     losses = entropy(z, y)
     return losses * losses.detach().argsort().argsort()
 
 
-def of_neighbours(z: Tensor, y: Tensor) -> Tensor:
+def of_neighbours(z, y):
     return entropy(z, y) + (z - z.roll(1, 0)).square().sum(1)
 
 
-def of_one_pair(z: Tensor, y: Tensor) -> Tensor:
+def of_one_pair(z, y):
     return entropy(z, y) + (z[0] - z[-1]).square().sum() / len(z)
 
 
-def weighted_by_classes_of_the_batch(z: Tensor, y: Tensor) -> Tensor:
+def weighted_by_classes_of_the_batch(z, y):
     weights = torch.arange(1.0, 1 + CLASSES, dtype=z.dtype)[y]
     return weights / weights.sum() * entropy(z, y)
 
 
-MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+MIXING = {
     "InfoNCE": info_nce,
     "triplet": triplet,
     "hard negatives": hard_negatives,
@@ -116,7 +109,7 @@ MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", MIXING)
-def test_losses_that_mix_samples_are_refused(name: str) -> None:
+def test_losses_that_mix_samples_are_refused(name):
     for dtype, samples, size in (
         (torch.float64, 8, None),
         (torch.float32, 64, None),
@@ -127,14 +120,14 @@ def test_losses_that_mix_samples_are_refused(name: str) -> None:
             metrics.train_grad_norm(model, x, y, MIXING[name], batch_size=size)
 
 
-def changed(change: Callable[[nn.Module], Any]) -> nn.Module:
+def changed(change):
     """A loss of torch, with a hook or a forward of the user's."""
     loss = nn.CrossEntropyLoss()
     change(loss)
     return loss
 
 
-def of_its_mean(_: Any, __: Any, losses: Tensor) -> Tensor:
+def of_its_mean(_, __, losses):
     return losses / losses.detach().mean()
 
 
@@ -148,14 +141,14 @@ def of_its_mean(_: Any, __: Any, losses: Tensor) -> Tensor:
     ],
 )
 def test_losses_of_torch_with_a_hook_or_a_forward_of_the_users_are_asked(
-    change: Callable[[nn.Module], Any],
-) -> None:
+    change,
+):
     model, x, y = made()
     with pytest.raises(InputError, match="mixes samples"):
         metrics.train_grad_norm(model, x, y, changed(change))
 
 
-def test_losses_of_torch_are_asked_under_a_hook_of_all_modules() -> None:
+def test_losses_of_torch_are_asked_under_a_hook_of_all_modules():
     model, x, y = made()
     hook = nn.modules.module.register_module_forward_hook(
         lambda module, given, out: (
@@ -169,7 +162,7 @@ def test_losses_of_torch_are_asked_under_a_hook_of_all_modules() -> None:
         hook.remove()
 
 
-def test_every_measure_asks() -> None:
+def test_every_measure_asks():
     model, x, y = made(16)
     with pytest.raises(InputError, match="mixes samples"):
         metrics.gradient_measures(model, x, y, info_nce)
@@ -183,7 +176,7 @@ def test_every_measure_asks() -> None:
         )
 
 
-def test_the_whole_batch_has_a_gradient_where_samples_mix() -> None:
+def test_the_whole_batch_has_a_gradient_where_samples_mix():
     model, x, y = made()
     got = metrics.gradient_measures(model, x, y, info_nce, measures=["train_grad_norm_batch"])
     grads = torch.autograd.grad(info_nce(model(x), y).mean(), list(model.parameters()))
@@ -195,32 +188,32 @@ def test_the_whole_batch_has_a_gradient_where_samples_mix() -> None:
 class Focal(nn.Module):
     """A loss with a reduction of its own."""
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction="mean"):
         super().__init__()
         self.reduction = reduction
 
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+    def forward(self, z, y):
         losses = entropy(z, y)
         losses = (1 - (-losses).exp()) ** 2 * losses
         return losses if self.reduction == "none" else losses.mean()
 
 
-def of_prototypes(z: Tensor, y: Tensor) -> Tensor:
+def of_prototypes(z, y):
     return -(-torch.cdist(z.float(), KEYS)).log_softmax(1).gather(1, y[:, None])[:, 0]
 
 
-def with_class_weights(z: Tensor, y: Tensor) -> Tensor:
+def with_class_weights(z, y):
     return F.cross_entropy(
         z, y, weight=torch.arange(1.0, 1 + CLASSES, dtype=z.dtype), reduction="none"
     )
 
 
-def with_a_seed(z: Tensor, y: Tensor) -> Tensor:
+def with_a_seed(z, y):
     noise = torch.randn(len(z), CLASSES, generator=torch.Generator().manual_seed(0)).to(z.dtype)
     return entropy(z + noise, y)
 
 
-OWN: dict[str, Callable[..., Tensor]] = {
+OWN = {
     "plain": entropy,
     "scaled": lambda z, y: 0.3 * entropy(z, y),
     "focal": Focal(),
@@ -239,17 +232,15 @@ OWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+def of_tokens(z, y):
     return entropy(z.flatten(0, 1), y.flatten())
 
 
-def of_some_tokens(z: Tensor, y: Tensor) -> Tensor:
+def of_some_tokens(z, y):
     return entropy(z[y >= 0], y[y >= 0])
 
 
-def looped(
-    model: nn.Module, x: Tensor, losses: Callable[[Tensor], Tensor], samples: int = 8
-) -> float:
+def looped(model, x, losses, samples=8):
     """The mean squared norm of the samples' gradients, from the losses of a batch, a row each."""
     total = 0.0
     for own in losses(model(x)).reshape(samples, -1).sum(1):
@@ -259,7 +250,7 @@ def looped(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_losses_of_each_sample_stay_accepted(name: str) -> None:
+def test_losses_of_each_sample_stay_accepted(name):
     loss = OWN[name]
     for dtype, size in (
         (torch.float64, None),
@@ -276,10 +267,10 @@ def test_losses_of_each_sample_stay_accepted(name: str) -> None:
             )
 
 
-def test_constants_of_a_place_go_with_the_whole_batch() -> None:
+def test_constants_of_a_place_go_with_the_whole_batch():
     """Weights that a loss closes over, the number of samples, keys of all, a seed of its own."""
     model, x, y = made()
-    of_places: list[Callable[[Tensor, Tensor], Tensor]] = [
+    of_places = [
         lambda z, y: WEIGHTS * entropy(z, y),
         lambda z, y: WEIGHTS[: len(z)] * entropy(z, y),
         lambda z, y: entropy(z, y) / len(z),
@@ -296,10 +287,10 @@ def test_constants_of_a_place_go_with_the_whole_batch() -> None:
             metrics.train_grad_norm(model, x, y, loss, batch_size=4)
 
 
-def test_weights_of_samples_may_be_a_part_of_y() -> None:
+def test_weights_of_samples_may_be_a_part_of_y():
     model, x, y = made()
     weights = WEIGHTS.double()
-    given: list[tuple[Any, Callable[..., Tensor]]] = [
+    given = [
         ((y, weights), lambda z, t: t[1] * entropy(z, t[0])),
         ({"y": y, "w": weights}, lambda z, t: t["w"] * entropy(z, t["y"])),
         (
@@ -319,14 +310,14 @@ def test_weights_of_samples_may_be_a_part_of_y() -> None:
         )
 
 
-class Tokens(nn.Module):
+class LogitsAlongAxis(nn.Module):
     """Logits at several positions, samples along axis 0 or 1."""
 
-    def __init__(self, axis: int) -> None:
+    def __init__(self, axis):
         super().__init__()
         self.linear, self.axis = nn.Linear(3, CLASSES).double(), axis
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (
             self.linear(x.transpose(0, self.axis))
             .cumsum(1 - self.axis)
@@ -336,10 +327,11 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("length", [5, 4])  # 4 as many as there are samples
-def test_losses_of_tokens(length: int) -> None:
+def test_losses_of_tokens(length):
     torch.manual_seed(0)
-    x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randint(0, CLASSES, (4, length))
-    model = Tokens(0)
+    x = torch.randn(4, length, 3, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (4, length))
+    model = LogitsAlongAxis(0)
     wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
     assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
     assert metrics.train_grad_norm(model, x, y, of_tokens, batch_size=2) == wanted
@@ -355,16 +347,17 @@ def test_losses_of_tokens(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 4])
-def test_losses_of_samples_along_another_axis(length: int) -> None:
+def test_losses_of_samples_along_another_axis(length):
     torch.manual_seed(0)
-    x, y = torch.randn(length, 4, 3, dtype=torch.float64), torch.randint(0, CLASSES, (length, 4))
+    x = torch.randn(length, 4, 3, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (length, 4))
 
     class TimeFirst(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(3, CLASSES).double()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.linear(x).cumsum(0)
 
     model, axes = TimeFirst(), {"in_dim": 1, "out_dim": 1}
@@ -379,24 +372,23 @@ def test_losses_of_samples_along_another_axis(length: int) -> None:
         )
 
 
-def test_targets_that_are_not_by_sample() -> None:
+def test_targets_that_are_not_by_sample():
     """Connectionist temporal classification, its targets one after the other."""
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double(),
-        torch.randn(7, 4, 3).double(),
-    )
-    targets, lengths = torch.randint(1, CLASSES, (9,)), torch.tensor([2, 3, 1, 3])
+    model = nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double()
+    x = torch.randn(7, 4, 3).double()
+    targets = torch.randint(1, CLASSES, (9,))
+    lengths = torch.tensor([2, 3, 1, 3])
     y = {"targets": targets, "lengths": lengths}
 
-    def loss(z: Tensor, t: dict[str, Tensor]) -> Tensor:
+    def loss(z, t):
         steps = torch.full((z.shape[1],), len(z))
         return F.ctc_loss(z, t["targets"], steps, t["lengths"], reduction="none")
 
     assert metrics.train_grad_norm(model, x, y, loss, in_dim=1, out_dim=1) > 0
 
 
-def test_losses_that_are_random_are_refused() -> None:
+def test_losses_that_are_random_are_refused():
     for dtype in (torch.float64, torch.float32):
         model, x, y = made(8, dtype)
         for loss in (
@@ -412,24 +404,25 @@ def test_losses_that_are_random_are_refused() -> None:
 class Centred(nn.Module):
     """A loss with a state that moves at each call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
 
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+    def forward(self, z, y):
         losses = entropy(z - self.centre, y)
         self.centre.add_(z.detach().mean(0))
         return losses
 
 
-def test_a_state_of_the_loss_is_left_as_it_was() -> None:
+def test_a_state_of_the_loss_is_left_as_it_was():
     model, x, y = made()
     loss = Centred()
     value = metrics.train_grad_norm(model, x, y, loss)
-    assert value == metrics.train_grad_norm(model, x, y, F.cross_entropy) and not loss.centre.any()
+    assert value == metrics.train_grad_norm(model, x, y, F.cross_entropy)
+    assert not loss.centre.any()
 
 
-def test_a_single_sample_has_no_company() -> None:
+def test_a_single_sample_has_no_company():
     """A loss that is a mean, given one sample at a time."""
     model, x, y = made()
     wanted = metrics.train_grad_norm(model, x, y, F.cross_entropy)
@@ -439,7 +432,7 @@ def test_a_single_sample_has_no_company() -> None:
     assert got == pytest.approx(wanted, rel=1e-9)
 
 
-def test_a_loss_of_its_own_parameters_alone() -> None:
+def test_a_loss_of_its_own_parameters_alone():
     model, x, y = made()
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
     with pytest.raises(InputError, match="does not depend on the output"):

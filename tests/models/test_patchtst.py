@@ -1,11 +1,7 @@
 """PatchTST: its size, equality with Hugging Face's, and right per-sample gradient norms."""
 
-from __future__ import annotations
-
-import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ SMALL = dict(
 )
 
 
-def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
+def randomised(model, seed=0, scale=0.3):
     """Move every parameter and running statistic off its initial value: no omission hides then."""
     generator = torch.Generator().manual_seed(seed)
     for name, t in model.state_dict().items():
@@ -35,9 +31,7 @@ def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module
     return model
 
 
-def series(
-    n: int, context: int = 50, channels: int = 3, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def series(n, context=50, channels=3, dtype=torch.float64):
     return torch.randn(
         n, context, channels, generator=torch.Generator().manual_seed(1), dtype=dtype
     ).cumsum(1)
@@ -49,7 +43,8 @@ def test_the_parameters_are_those_of_the_docstring():
         name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
     }
     assert counts == {"embedding": 4352, "dropout": 0, "layers": 4 * 527104, "head": 24672}
-    assert sum(counts.values()) == 2137440 and model.position.shape == (63, 256)
+    assert sum(counts.values()) == 2137440
+    assert model.position.shape == (63, 256)
     learned = PatchTST(learned_positions=True)
     theirs = hugging_face()
     assert (
@@ -60,7 +55,7 @@ def test_the_parameters_are_those_of_the_docstring():
     assert sum(p.numel() for p in theirs.parameters() if p.requires_grad) == 2137440
 
 
-def counted(**settings: Any) -> tuple[int, int, int]:
+def counted(**settings):
     """Count Hugging Face's model of the paper's sizes: trainable parameters, all, with buffers."""
     config = {**hugging_face().config.to_dict(), **settings}
     with torch.device("meta"):
@@ -78,37 +73,16 @@ def test_the_guides_table_of_sizes_is_hugging_faces():
     assert len(rows) == 12
     for settings, *sizes in rows:
         found = counted(**eval(f"dict({settings})"))
-        assert [f"{size:,}" for size in found[:2]] == sizes and all(
-            round(size / 1e6, 2) != 2.26 for size in found
-        )
+        assert [f"{size:,}" for size in found[:2]] == sizes
+        assert all(round(size / 1e6, 2) != 2.26 for size in found)
     own, layer = 2137440, 256 * 256 + 256
     for size, text in (
         (own + 5 * 24672, "six channels (2,260,800)"),
         (own - 24672 + 6 * 256 * 96 + 96, "(2,260,320; the paper's settings make 63)"),
         (own + 512 * 256 - 4 * 4 * (layer - 256 * 256), "in the attention (2,264,416)"),
     ):
-        assert f"{size:,}" in text and text in " ".join(guide.split())
-
-
-@pytest.mark.long
-def test_no_combination_of_settings_has_the_papers_size():
-    grid = {
-        name: [False, True]
-        for name in ("share_embedding", "share_projection", "use_cls_token", "channel_attention")
-    }
-    grid |= {
-        "bias": [True, False],
-        "pooling_type": ["mean", None],
-        "positional_encoding_type": ["sincos", "random"],
-    }
-    grid |= {"norm_type": ["batchnorm", "layernorm"], "loss": ["mse", "student_t", "normal"]}
-    sizes = []
-    for values in itertools.product(*grid.values()):
-        settings = dict(zip(grid, values))
-        if (loss := settings["loss"]) != "mse":
-            settings |= {"loss": "nll", "distribution_output": loss}
-        sizes += counted(**settings)
-    assert len(sizes) == 3 * 768 and 0.022e6 < min(abs(size - 2.26e6) for size in sizes) < 0.0225e6
+        assert f"{size:,}" in text
+        assert text in " ".join(guide.split())
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -121,9 +95,8 @@ def test_it_is_hugging_faces_function(training, positions):
         )
     theirs = randomised(theirs).double().train(training)
     ours = PatchTST.from_hugging_face(theirs)
-    assert ours.training == training and isinstance(ours.position, nn.Parameter) == (
-        positions == "random"
-    )
+    assert ours.training == training
+    assert isinstance(ours.position, nn.Parameter) == (positions == "random")
     x = series(5)
     torch.testing.assert_close(
         ours(x), theirs(past_values=x).prediction_outputs, rtol=1e-12, atol=1e-12
@@ -155,7 +128,8 @@ def test_local_redundancy_is_that_of_one_window_at_a_time(make):
     """Channels folded into the batch, seven sequences a window, do not count as seven samples."""
     model = randomised(make(**SMALL)).eval()
     n, sigma = 6, 0.5
-    inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)
+    inputs = fastlr.GaussianSeries(length=50, features=3)
+    predictive = fastlr.Gaussian(sigma=sigma)
     found = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4)
     forecast = (
         (lambda m, x: m.model(x))
@@ -211,4 +185,5 @@ def test_what_it_cannot_copy_or_take():
         with pytest.raises(InputError, match=name):
             PatchTST.from_hugging_face(changed)
     made = load_model("fastlr.models.patchtst:PatchTST", kwargs=SMALL)
-    assert isinstance(made, PatchTST) and made.horizon == 6
+    assert isinstance(made, PatchTST)
+    assert made.horizon == 6

@@ -3,15 +3,9 @@
 That is known without a GPU, by asking the launchers.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import interpreter
 import pytest
 import torch
-from torch import Tensor
 
 from bench import kernel_cases
 from bench.convolution_cases import geometry
@@ -24,11 +18,11 @@ pytest.importorskip("triton")
 launching = pytest.importorskip("fastlr.kernels.launching")
 
 
-def kind(name: str, *args: Any) -> str:
+def kind(name, *args):
     return kernel_checks.kind_of_call(dispatch._launcher(name), args, ops.SAMPLES[name])
 
 
-def pointwise(channels: int, *, size: tuple[int, int] = (4, 4), count: int = 2) -> tuple:
+def pointwise(channels, *, size=(4, 4), count=2):
     """A pointwise folded convolution from as many channels to as many, in bf16, channels last."""
     x = torch.ones(count, channels, *size, dtype=torch.bfloat16).contiguous(
         memory_format=torch.channels_last
@@ -37,13 +31,13 @@ def pointwise(channels: int, *, size: tuple[int, int] = (4, 4), count: int = 2) 
     return Loaded(x), Block(weight, weight, torch.ones(4, channels), "none", geometry(2))
 
 
-def backward(channels: int, *size: int) -> tuple:
+def backward(channels, *size):
     """The backward pass of a pointwise folded convolution in bf16."""
     x, block = pointwise(channels, size=size)
     return x, Gradients(x.tensor), x.tensor, block, True
 
 
-def rows(count: int, width: int) -> tuple[Tensor, Tensor]:
+def rows(count, width):
     a = torch.ones(2, 1, count, width)
     return a, a
 
@@ -56,42 +50,44 @@ ALIKE = {  # calls that look alike: what decides between them is in no signature
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_calls_that_look_alike_are_of_two_kinds_where_variants_differ(case: str) -> None:
+def test_calls_that_look_alike_are_of_two_kinds_where_variants_differ(case):
     name, *calls = ALIKE[case]
     alike = {kernel_checks.signature(args, ops.SAMPLES[name]) for args in calls}
     assert len(alike) == 1
     assert len({kind(name, *args) for args in calls}) == 2
 
 
-def test_other_values_and_samples_are_no_new_kind() -> None:
+def test_other_values_and_samples_are_no_new_kind():
     a, g = torch.randn(12, 1, 5, 3), torch.randn(12, 1, 5, 4)
     assert kind("linear_sq_norms", a, g) == kind("linear_sq_norms", 2 * a[:11], g[:11])
     assert kind("channel_sums", a, a) == kind("channel_sums", a[:9], a[:9])
 
 
-def test_asking_launches_nothing() -> None:
+def test_asking_launches_nothing():
     (noted,) = kernel_checks.variants(dispatch._launcher("dense_sq_norms"), (torch.ones(3, 7),))
     assert noted.startswith("row_norms_kernel(norms=*float64, a=*float32, g=None, a_sample=i32")
-    assert "a_column=i32 1" in noted and "BLOCK=1024, num_warps=4" in noted
+    assert "a_column=i32 1" in noted
+    assert "BLOCK=1024, num_warps=4" in noted
     with launching.asked() as outer, launching.asked() as inner:
         ops.get("dense_sq_norms", "triton")(torch.ones(3, 7))
-    assert inner == [noted] and outer == []
+    assert inner == [noted]
+    assert outer == []
 
 
-def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_variant_is_compared_at_its_first_call(monkeypatch):
     """Kernels that give what plain torch does, launched as on a GPU."""
-    compared: list[int] = []
+    compared = []
 
     def agrees(
-        self: Any,
-        name: str,
-        kind: str,
-        kernel: Any,
-        twin: Any,
-        args: Any,
-        samples: Any,
-        result: Any,
-    ) -> bool:
+        self,
+        name,
+        kind,
+        kernel,
+        twin,
+        args,
+        samples,
+        result,
+    ):
         compared.append(args[0].tensor.shape[1])
         self._known.add((name, kind, -1))
         return True
@@ -100,10 +96,10 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dispatch, "_comparisons", kernel_checks.Comparisons())
     monkeypatch.setattr(dispatch, "_on_gpu", lambda args: True)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    asked: list[str] = []
+    asked = []
     plain = dispatch.get
 
-    def get(name: str, backend: str) -> Callable[..., Any]:
+    def get(name, backend):
         asked.append(backend)
         return plain(name, "torch")
 
@@ -123,18 +119,18 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
     assert compared == [64, 112]
 
 
-def test_zeros_are_replaced_by_numbers_on_as_many_samples() -> None:
+def test_zeros_are_replaced_by_numbers_on_as_many_samples():
     """What is compared is the compiled variant of the call.
 
     So it is where nothing can be learnt of its own numbers, too.
     """
-    seen: list[int] = []
+    seen = []
 
-    def kernel(x: Tensor) -> Tensor:
+    def kernel(x):
         seen.append(len(x))
         return x.double().square().sum(1) * (1 + (len(x) > 20) * x.double().mean(1))
 
-    def twin(x: Tensor) -> Tensor:
+    def twin(x):
         return x.double().square().sum(1)
 
     assert kernel_checks.compared(kernel, twin, (torch.zeros(30, 4),), (0,)).share > 1
@@ -142,7 +138,7 @@ def test_zeros_are_replaced_by_numbers_on_as_many_samples() -> None:
     assert kernel_checks.compared(kernel, twin, (torch.zeros(12, 4),), (0,)).share <= 1
 
 
-def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
+def triton_keys(seed, calls):
     """Kinds of calls of random sizes, each with what Triton itself would compile for it."""
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit, "create_function_from_signature"):
@@ -151,10 +147,10 @@ def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
     from triton.compiler import make_backend
 
     backend, binders = make_backend(GPUTarget("cuda", 90, 32)), {}
-    found: list[Any] = []
+    found = []
     plain = launching.variant
 
-    def both(kernel: Any, args: tuple, constants: dict) -> str:
+    def both(kernel, args, constants):
         if kernel not in binders:
             binders[kernel] = jit.create_function_from_signature(
                 kernel.signature, kernel.params, backend
@@ -194,8 +190,8 @@ def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
                     yield f"{name}: {kind(name, *given)}", tuple(dict.fromkeys(found))
 
 
-def check_kinds(seed: int, calls: int) -> None:
-    keys: dict[str, tuple] = {}
+def check_kinds(seed, calls):
+    keys = {}
     launched = 0
     for name, key in triton_keys(seed, calls):
         launched += bool(key)
@@ -203,13 +199,13 @@ def check_kinds(seed: int, calls: int) -> None:
     assert launched > 4 * calls
 
 
-def test_a_kind_is_compiled_once() -> None:
+def test_a_kind_is_compiled_once():
     check_kinds(0, 6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-def test_many_kinds_are_compiled_once(seed: int) -> None:
+def test_many_kinds_are_compiled_once(seed):
     check_kinds(seed, 60)
 
 
@@ -228,14 +224,14 @@ with using("triton", checked=True):
 """
 
 
-def in_float32(channels: int) -> tuple:
+def in_float32(channels):
     x, block = pointwise(channels)
     weight = block.weight.float()
     return Loaded(x.tensor.float()), block._replace(weight=weight, folded=weight)
 
 
 @pytest.mark.long
-def test_variants_are_known_in_the_interpreter(tmp_path: Any) -> None:
+def test_variants_are_known_in_the_interpreter(tmp_path):
     found = interpreter.interpreted(RUN, tmp_path)
     assert [name for name, _ in found] == ["folded_conv"] * len(found)
     assert len(set(found)) == len(found), "a kind is compared once"

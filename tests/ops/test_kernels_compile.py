@@ -4,8 +4,6 @@ Those that take most registers or shared memory are compiled for one architectur
 them in the long tests.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bench import compile_kernels
@@ -107,7 +105,7 @@ def test_a_table_is_read_back_and_compared_with_an_earlier_one():
             32,
             0,
             64,
-            # 1,024 registers a warp: 16 warps in each quarter of a multiprocessor, the most there are.
+            # 1,024 registers a warp: 16 warps in each quarter of a multiprocessor, the most.
         ),
         (90, 4, 33, 0, 48),  # 1,056, given as 1,280: 12 warps in each quarter
         (90, 4, 168, 0, 12),  # 5,376: 3 in each

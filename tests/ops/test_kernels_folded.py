@@ -5,8 +5,6 @@ The interpreter is Triton's; a GPU is used where there is one.
 The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import interpreter
@@ -28,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 CASES = folded_calls()
 
 
-def norms_of(calls: dict) -> dict:
+def norms_of(calls):
     """Calls of the ops for norms alone, of the same convolution."""
     loaded, gradients, _, block, _ = calls["folded_conv_backward"]
     x, g = loaded.tensor, gradients.output
@@ -46,8 +44,8 @@ NORMS = {
 x, g, weight, geometry = NORMS["no-padding"]["conv_sq_norms"]
 NORMS["transposed"] = {"conv_sq_norms": (g, x, weight, geometry._replace(transposed=True))}
 SLOW = (
-    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu|gelu_tanh"
-    "|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
+    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu"
+    "|gelu_tanh|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
     "|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$"
     "|^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)"
     "|norms-only|no-padding|1x1-stride|x-last|planes)$"
@@ -74,20 +72,24 @@ LEFT = {
 
 RUN = """
 import inspect
+from itertools import product
 from bench import kernel_variants
 from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 from fastlr.kernels.launching import DTYPES
 
 
 def run(cases):
-    return {(name, op): ops.get(op, "triton")(*args) for name, ops_of in cases.items() for op, args in ops_of.items()}
+    calls = [(name, op, args) for name, of in cases.items() for op, args in of.items()]
+    return {(name, op): ops.get(op, "triton")(*args) for name, op, args in calls}
 
 
 cases, norms, low, left = given
 results = {"claims": claims}
-results |= {"norms": run(norms), "cases": run(cases), "again": run(dict(list(cases.items())[::10])), "left": run(left)}
+results |= {"norms": run(norms), "cases": run(cases), "left": run(left)}
+results["again"] = run(dict(list(cases.items())[::10]))
 with ops.using("triton"):
-    results["left_run"] = {name: ops.run("folded_conv_backward", *a["folded_conv_backward"]) for name, a in left.items()}
+    backward = {name: calls["folded_conv_backward"] for name, calls in left.items()}
+    results["left_run"] = {n: ops.run("folded_conv_backward", *a) for n, a in backward.items()}
 
 pointwise_cases = kernel_variants.folded_pointwise()
 tiles = [(folded_pointwise, "forward_tile"), (folded_pointwise, "backward_tile")]
@@ -104,19 +106,21 @@ for module, name in tiles:
         (str(dtype), choose(dtype, o, i, *rest))
         for dtype in DTYPES for o in sizes for i in sizes
         for rest in ([(1,), (4,)] if name == "forward_tile" else
-                     [(act, last, align) for act in ("gelu", "hardswish", "relu") for last in (0, 1) for align in (1, 4)])
+                     product(("gelu", "hardswish", "relu"), (0, 1), (1, 4)))
     }
     results["tiles"][name] = {(dtype, tuple(tile)) for dtype, tile in found if tile}
 results["compiled"] = {"forward_tile": set(), "backward_tile": set()}
 for name, kernel, signature, flags, options in pointwise_cases:
-    tile = (*(flags[key] for key in ("POSITIONS", "OUTPUTS", "INPUTS")), options["num_warps"], options["num_stages"])
-    dtypes = {"*fp32": ["torch.float32"], "*bf16": ["torch.bfloat16", "torch.float16"]}.get(signature["x"], [])
-    results["compiled"][name.split("-")[0].split("[")[0] + "_tile"] |= {(dtype, tile) for dtype in dtypes}
+    tile = tuple(flags[key] for key in ("POSITIONS", "OUTPUTS", "INPUTS"))
+    tile += options["num_warps"], options["num_stages"]
+    dtypes = {"*fp32": ["torch.float32"], "*bf16": ["torch.bfloat16", "torch.float16"]}
+    found = {(dtype, tile) for dtype in dtypes.get(signature["x"], [])}
+    results["compiled"][name.split("-")[0].split("[")[0] + "_tile"] |= found
 """
 
 
 @pytest.fixture(scope="module")
-def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter, some twice."""
     cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
     return interpreter.interpreted(
@@ -124,7 +128,7 @@ def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     )
 
 
-def check(got: tuple, want: tuple, tolerance: float) -> None:
+def check(got, want, tolerance):
     """Hold each result close to its definition.
 
     Squared norms are compared relative to themselves, others relative to the largest value.
@@ -133,7 +137,7 @@ def check(got: tuple, want: tuple, tolerance: float) -> None:
         assert_near(a, b, tolerance, of="element" if b is not None and b.ndim == 1 else "result")
 
 
-def definition(op: str, args: tuple) -> tuple:
+def definition(op, args):
     return ops.get(op, "reference")(*args)
 
 
@@ -199,7 +203,8 @@ def test_input_gradient_is_that_of_autograd(name, interpreted):
 
 @pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_output_has_the_memory_format_of_the_input(name, interpreted):
-    x, out = CASES[name]["folded_conv"][0].tensor, interpreted["cases"][name, "folded_conv"][0]
+    x = CASES[name]["folded_conv"][0].tensor
+    out = interpreted["cases"][name, "folded_conv"][0]
     if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) == 1:
         assert out.is_contiguous(memory_format=torch.channels_last)
     else:
@@ -232,25 +237,7 @@ def test_what_kernels_tell_the_compiler_holds(interpreted):
 # --------------------------------------------------------------------------------------------------
 
 
-def layers() -> dict[str, dict]:
-    """Layers of MobileNetV3-Large, a few samples of them."""
-    return {
-        "16-64": case(3, 16, 64, (112, 112), "relu"),
-        "64-24": case(3, 64, 24, (56, 56), "none"),
-        "72-40": case(3, 72, 40, (28, 28), "none"),
-        "40-240": case(3, 40, 240, (28, 28), "hardswish"),
-        "240-80": case(3, 240, 80, (14, 14), "none"),
-        "112-672": case(3, 112, 672, (14, 14), "hardswish"),
-        "64-3x3": case(3, 64, 64, (112, 112), "relu", kernel=3, padding=1, stride=2, groups=64),
-        "120-5x5": case(3, 120, 120, (28, 28), "relu", kernel=5, padding=2, groups=120),
-        "672-5x5": case(
-            3, 672, 672, (14, 14), "hardswish", kernel=5, padding=2, stride=2, groups=672
-        ),
-        "960-5x5": case(3, 960, 960, (7, 7), "hardswish", kernel=5, padding=2, groups=960),
-    }
-
-
-def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
+def on_gpu(args, dtype, op):
     """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
     gpu = moved(op, args, torch.device("cuda"), dtype)
     return gpu, tuple(changed(lambda a, _: a.cpu().float() if isinstance(a, Tensor) else a, gpu))
@@ -260,7 +247,7 @@ def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
 @pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_gpu_agrees_with_the_definition(dtype, op):
-    for name, calls in (CASES | LOW | layers()).items():
+    for name, calls in (CASES | LOW).items():
         gpu, wide = on_gpu(calls[op], dtype, op)
         got = ops.get(op, "triton")(*gpu)
         if got is NotImplemented:  # then what serves must do
@@ -273,7 +260,7 @@ def test_gpu_agrees_with_the_definition(dtype, op):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_same_call_same_bits():
-    for calls in (CASES | layers()).values():
+    for calls in CASES.values():
         for op, args in calls.items():
             gpu, _ = on_gpu(args, torch.bfloat16, op)
             for a, b in zip(ops.run(op, *gpu), ops.run(op, *gpu), strict=True):

@@ -3,8 +3,6 @@
 In Triton's interpreter and, where there is one, on a GPU.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import interpreter
@@ -28,15 +26,15 @@ OPS = (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CASES: dict[str, dict[str, tuple]] = {op: EVERY[op]() for op in OPS}
+CASES = {op: EVERY[op]() for op in OPS}
 
 
-def in_float64(op: str, case: str) -> dict[str, tuple]:
+def in_float64(op, case):
     """A case that no kernel takes."""
     return {"float64": tuple(t.double() if t.is_floating_point() else t for t in CASES[op][case])}
 
 
-LEFT_TO_TORCH: dict[str, dict[str, tuple]] = {
+LEFT_TO_TORCH = {
     "channel_sums": in_float64("channel_sums", "2d"),
     "layer_norm_sums": in_float64("layer_norm_sums", "small"),
     "rms_norm_sums": in_float64("rms_norm_sums", "small"),
@@ -52,7 +50,7 @@ LEFT_TO_TORCH: dict[str, dict[str, tuple]] = {
 NAMES = [(op, case) for op, cases in CASES.items() for case in cases]
 
 
-def check(op: str, got: object, want: object, tolerance: float) -> None:
+def check(op, got, want, tolerance):
     """Hold a result to the definition, relative to its largest value.
 
     That is the largest of the row for cotangents, of the result for the others.
@@ -60,7 +58,7 @@ def check(op: str, got: object, want: object, tolerance: float) -> None:
     assert_near(got, want, tolerance, of="row" if op == "categorical_root_cotangent" else "result")
 
 
-def tolerance(op: str) -> float:
+def tolerance(op):
     return {"categorical_root_cotangent": 1e-12}.get(op, 2e-6)
 
 
@@ -75,7 +73,7 @@ assert not claims, claims
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory) -> dict[str, dict[str, object]]:
+def interpreted(tmp_path_factory):
     """Every case by its Triton kernel in the interpreter."""
     cases = {
         op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}}
@@ -139,7 +137,8 @@ class Tokens(nn.Module):
 
 first = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(1, 5)]
 images = nn.Sequential(*first, nn.PReLU(5), Gated(), nn.Flatten())
-models = {"images": (images.eval(), torch.randn(3, 3, 6, 5)), "tokens": (Tokens().eval(), torch.randint(5, (3, 7)))}
+models = {"images": (images.eval(), torch.randn(3, 3, 6, 5))}
+models["tokens"] = (Tokens().eval(), torch.randint(5, (3, 7)))
 ran, plain = {}, dispatch.get
 def spying(name, backend):
     run = plain(name, backend)
@@ -164,7 +163,8 @@ for name, (model, x) in models.items():
 z, index = torch.randn(2, 4, 3), range(5, 7)
 for backend in ("torch", "triton"):
     with ops.using(backend):
-        found["cotangent", backend] = {"v": fastlr.Categorical(dim=1).cotangent(z, "rademacher", index, 1)}
+        v = fastlr.Categorical(dim=1).cotangent(z, "rademacher", index, 1)
+        found["cotangent", backend] = {"v": v}
 results = found, ran
 """
 
@@ -185,7 +185,9 @@ def test_estimates_reach_the_kernels(tmp_path):
 
 def test_rule_of_the_fused_rms_norm():
     """The rule is given the node that a CPU lacks: samples along axis 1, rows of 2 x 3 numbers."""
-    x, g, rrms = draw(5, 4, 2, 3), draw(5, 4, 2, 3, seed=1), draw(5, 4, 1, 1, seed=2)
+    x = draw(5, 4, 2, 3)
+    g = draw(5, 4, 2, 3, seed=1)
+    rrms = draw(5, 4, 1, 1, seed=2)
     node = SimpleNamespace(_saved_input=x, _saved_result1=rrms, _saved_normalized_shape=(2, 3))
     site = Site(node, (g,), {0: Regular(1, 1, 1)}, 4, {1: torch.Size((2, 3))})
     found = RULES["FusedRmsNormBackward0"](site, [1])[1]

@@ -3,12 +3,10 @@
 The interpreter works in float32.
 """
 
-from __future__ import annotations
-
 import interpreter
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fastlr
@@ -20,25 +18,21 @@ from fastlr.ops import dispatch as ops
 class SqueezeExcite(nn.Module):
     """Scales channels by a function of their means."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__()
-        self.pool, self.scale = (
-            nn.AdaptiveAvgPool2d(1),
-            nn.Sequential(
-                nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
-            ),
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.scale = nn.Sequential(
+            nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale(self.pool(x))
 
 
 class Inverted(nn.Module):
     """An inverted residual block: pointwise, depthwise, squeeze and excite, pointwise."""
 
-    def __init__(
-        self, channels: int, wide: int, kernel: int, act: type[nn.Module], se: bool
-    ) -> None:
+    def __init__(self, channels, wide, kernel, act, se):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(channels, wide, 1, bias=False),
@@ -52,11 +46,11 @@ class Inverted(nn.Module):
             nn.BatchNorm2d(channels),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.body(x)
 
 
-def mobile() -> nn.Module:
+def mobile():
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, 2, 1, bias=False),
         nn.BatchNorm2d(6),
@@ -72,7 +66,7 @@ def mobile() -> nn.Module:
     )
 
 
-def transformer() -> nn.Module:
+def transformer():
     layer = nn.TransformerEncoderLayer(
         12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu"
     )
@@ -80,7 +74,7 @@ def transformer() -> nn.Module:
         nn.Conv2d(3, 12, 4, 4),
         nn.Flatten(2),
         nn.Unflatten(2, (-1,)),
-        Rows(),
+        TokensFirst(),
         nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
         nn.LayerNorm(12),
         nn.Flatten(),
@@ -88,17 +82,17 @@ def transformer() -> nn.Module:
     )
 
 
-class Rows(nn.Module):
+class TokensFirst(nn.Module):
     """[B, C, T] -> [B, T, C]."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.transpose(1, 2)
 
 
 MODELS = {"mobile": mobile, "transformer": transformer}
 
 
-def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+def made(name):
     """A model with random parameters and statistics, inputs, a cotangent."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
@@ -111,9 +105,7 @@ def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(3, 3, 13, 12), torch.randn(3, 3)
 
 
-def norms(
-    name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def norms(name, backend, device="cpu", dtype=None):
     model, x, v = (t.to(device) for t in made(name))
     with (
         ops.using(backend, checked=True),
@@ -133,18 +125,18 @@ results = norms, fold, ops.switched_off(), compared
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+def interpreted(tmp_path_factory):
     return interpreter.interpreted(RUN, tmp_path_factory.mktemp("whole"))
 
 
-def agree(got: dict[str, Tensor], want: dict[str, Tensor], total_part: float) -> None:
+def agree(got, want, total_part):
     total = torch.stack(list(want.values())).sum(0)
     for name, value in want.items():
         assert bool(((got[name].cpu() - value).abs() <= total_part * total).all()), name
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_in_the_interpreter(name: str, interpreted: tuple) -> None:
+def test_models_in_the_interpreter(name, interpreted):
     model, x, v = made(name)
     model, x, v = model.double(), x.double(), v.double()
     want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
@@ -154,7 +146,7 @@ def test_models_in_the_interpreter(name: str, interpreted: tuple) -> None:
     agree(interpreted[0][name], want, 1e-4)
 
 
-def test_right_kernels_pass_their_comparison(interpreted: tuple) -> None:
+def test_right_kernels_pass_their_comparison(interpreted):
     *_, off, compared = interpreted
     assert off == []
     assert {"fold_weights", "folded_conv", "folded_conv_backward", "linear_sq_norms"} <= set(
@@ -163,7 +155,7 @@ def test_right_kernels_pass_their_comparison(interpreted: tuple) -> None:
 
 
 @pytest.mark.parametrize("name", fold_cases())
-def test_folded_weights(name: str, interpreted: tuple) -> None:
+def test_folded_weights(name, interpreted):
     case = fold_cases()[name]
     for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
         pairs = zip(
@@ -176,11 +168,12 @@ def test_folded_weights(name: str, interpreted: tuple) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_on_a_gpu(name: str, dtype: torch.dtype | None) -> None:
+def test_models_on_a_gpu(name, dtype):
     model, x, v = made(name)
     want = fastlr.per_sample_grad_sq_norms(
         model.double(), x.double(), v.double(), per_parameter=True
     )
     agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
-    first, second = norms(name, None, "cuda", dtype), norms(name, None, "cuda", dtype)
+    first = norms(name, None, "cuda", dtype)
+    second = norms(name, None, "cuda", dtype)
     assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"

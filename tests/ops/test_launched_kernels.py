@@ -1,27 +1,23 @@
 """What real networks launch at real sizes compiles for every architecture unspilt, with no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench import compile_kernels
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
-    from launched_kernels import noted
-
+def test_a_launch_is_noted_with_its_types_and_sizes():
     from bench.convolution_cases import geometry
+    from bench.launched_kernels import noted
     from fastlr import ops
     from fastlr.ops.block import Block, Loaded
 
@@ -32,26 +28,17 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
         out, _ = ops.run("folded_conv", *given)
     assert not out.any(), "nothing was computed"
     ((_, _, signature, constants, options),) = found.values()
-    assert (
-        signature["x"] == "*bf16"
-        and signature["bias"] == "*fp32"
-        and signature["positions"] == "i32"
-    )
+    assert signature["x"] == "*bf16"
+    assert signature["bias"] == "*fp32"
+    assert signature["positions"] == "i32"
     # A constant, as the launch has it.
-    assert constants["ALIGN"] == 8 and constants["x_channel"] == 1
-    assert "inputs" in options["divisible"] and "positions" not in options["divisible"]
+    assert constants["ALIGN"] == 8
+    assert constants["x_channel"] == 1
+    assert "inputs" in options["divisible"]
+    assert "positions" not in options["divisible"]
     assert torch.empty(3).shape == (3,) and ops.run("folded_conv", *given)[0].all(), (
         "all is as before"
     )
-
-
-def compiled(script: str, *args: object) -> dict[str, Any]:
-    """What a script prints, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(HELPERS / script), *map(str, args)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 @pytest.mark.long
@@ -70,7 +57,12 @@ def compiled(script: str, *args: object) -> dict[str, Any]:
         ("patchtst", "bf16", [90]),
     ],
 )
-def test_networks_launch_what_compiles(network: str, dtype: str, architectures: list[int]) -> None:
-    found = compiled("launched_kernels.py", network, dtype, *architectures)
-    assert found["launched"] > 3 and len(found["records"]) == len(architectures) * found["launched"]
+def test_networks_launch_what_compiles(network, dtype, architectures):
+    command = [sys.executable, "-m", "bench.launched_kernels", network, dtype]
+    command += map(str, architectures)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["launched"] > 3
+    assert len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []

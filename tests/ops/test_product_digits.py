@@ -3,10 +3,7 @@
 That is in either of torch's two ways, and as set afterwards.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -32,14 +29,14 @@ KEYS = [
 ]
 
 
-def said(read: Callable[[], Any]) -> Any:
+def said(read):
     try:
         return read()
     except RuntimeError:
         return "cannot be read"
 
 
-def settings() -> dict[str, Any]:
+def settings():
     """All settings of products, as they read."""
     found = {
         "cudnn": said(torch._C._get_cudnn_allow_tf32),
@@ -56,7 +53,7 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def as_they_were() -> Iterator[None]:
+def as_they_were():
     """The settings of a new process, and afterwards those of the tests."""
     kept = backends.cudnn.allow_tf32
     fresh()
@@ -65,7 +62,7 @@ def as_they_were() -> Iterator[None]:
     backends.cudnn.allow_tf32 = kept
 
 
-def fresh() -> None:
+def fresh():
     for key in KEYS if NEWER else []:
         torch._C._set_fp32_precision_setter(*key, "none")
     torch.set_float32_matmul_precision("highest")
@@ -100,17 +97,27 @@ NEW = {
     "matmul ieee": "backends.cuda.matmul.fp32_precision = 'ieee'",
     "of the CPU": "backends.mkldnn.matmul.fp32_precision = 'bf16'",
     "convolutions of the CPU": "backends.mkldnn.conv.fp32_precision = 'bf16'",
-    "all tf32, matmul ieee": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'ieee'",
-    "all tf32, matmul tf32": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'tf32'",
-    "mixed": "torch.set_float32_matmul_precision('high'); backends.cuda.matmul.fp32_precision = 'ieee'",
-    "mixed, other way": "backends.cudnn.allow_tf32 = False; backends.cudnn.conv.fp32_precision = 'tf32'",
-    "medium, all tf32": "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'",
+    "all tf32, matmul ieee": (
+        "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'ieee'"
+    ),
+    "all tf32, matmul tf32": (
+        "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'tf32'"
+    ),
+    "mixed": (
+        "torch.set_float32_matmul_precision('high'); backends.cuda.matmul.fp32_precision = 'ieee'"
+    ),
+    "mixed, other way": (
+        "backends.cudnn.allow_tf32 = False; backends.cudnn.conv.fp32_precision = 'tf32'"
+    ),
+    "medium, all tf32": (
+        "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'"
+    ),
 }
 CASES = [*OLD.items(), *(pytest.param(*case, marks=needs_newer) for case in NEW.items())]
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_all_digits_and_as_set_afterwards(name: str, setting: str) -> None:
+def test_all_digits_and_as_set_afterwards(name, setting):
     exec(setting)
     before = settings()
     for _ in range(2):
@@ -127,17 +134,18 @@ def test_all_digits_and_as_set_afterwards(name: str, setting: str) -> None:
 
 
 @needs_newer
-def test_what_was_not_set_is_not_set_afterwards() -> None:
+def test_what_was_not_set_is_not_set_afterwards():
     """Else a precision of all backends that is set later would not reach it."""
     backends.fp32_precision = "tf32"
     with full_products():
         pass
     backends.fp32_precision = "ieee"
-    assert backends.cuda.matmul.fp32_precision == "ieee" and backends.cudnn.fp32_precision == "ieee"
+    assert backends.cuda.matmul.fp32_precision == "ieee"
+    assert backends.cudnn.fp32_precision == "ieee"
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_estimates_do_not_mind(name: str, setting: str) -> None:
+def test_estimates_do_not_mind(name, setting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
     exec(setting)
@@ -147,7 +155,7 @@ def test_estimates_do_not_mind(name: str, setting: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_low_precision_is_that_of_either_way(name: str, setting: str) -> None:
+def test_low_precision_is_that_of_either_way(name, setting):
     exec(setting)
     gpu = torch.device("cuda")
     if NEWER:
@@ -165,7 +173,7 @@ def test_low_precision_is_that_of_either_way(name: str, setting: str) -> None:
         )
 
 
-def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch):
     torch.set_float32_matmul_precision("medium")
     for able in (True, False):
         monkeypatch.setattr(torch_private, "_cpu_multiplies_bf16", lambda able=able: able)
@@ -175,20 +183,22 @@ def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "setting", ["backends.cuda.matmul.allow_tf32 = True", "backends.fp32_precision = 'tf32'"]
 )
-def test_threads_do_not_meet_the_settings_of_others(setting: str) -> None:
+def test_threads_do_not_meet_the_settings_of_others(setting):
     """As in the doctor: the first to leave must not switch TF32 on within another's comparison."""
     if "fp32_precision" in setting and not NEWER:
         pytest.skip("needs the precisions by operation")
     exec(setting)
-    before, narrow, start = settings(), list[dict[str, Any]](), threading.Barrier(8)
+    before = settings()
+    narrow = list[dict[str, Any]]()
+    start = threading.Barrier(8)
 
-    def twin(x: torch.Tensor) -> torch.Tensor:
+    def twin(x):
         found = settings()
         if found["cublas"] is True or "tf32" in found.values():
             narrow.append(found)
         return x.sum(1)
 
-    def work() -> None:
+    def work():
         start.wait()
         for _ in range(40):
             kernel_checks.compared(lambda x: x.sum(1), twin, (torch.ones(3, 4),), (0,))
@@ -198,24 +208,26 @@ def test_threads_do_not_meet_the_settings_of_others(setting: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not narrow and settings() == before
+    assert not narrow
+    assert settings() == before
 
 
-def test_what_a_user_sets_meanwhile_stays() -> None:
+def test_what_a_user_sets_meanwhile_stays():
     with full_products():
         backends.cuda.matmul.allow_tf32 = True
         backends.cudnn.allow_tf32 = True
-    assert backends.cuda.matmul.allow_tf32 and backends.cudnn.allow_tf32
+    assert backends.cuda.matmul.allow_tf32
+    assert backends.cudnn.allow_tf32
 
 
-def test_an_error_puts_back_what_was() -> None:
+def test_an_error_puts_back_what_was():
     before = settings()
     with suppress(ValueError), full_products():
         raise ValueError
     assert settings() == before
 
 
-def test_without_the_newer_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_newer_way(monkeypatch):
     """As on torch 2.7."""
     has = torch_private._has
     monkeypatch.setattr(
@@ -223,10 +235,12 @@ def test_without_the_newer_way(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     torch.set_float32_matmul_precision("medium")
     before = settings()
-    assert narrow_products("cuda") and not narrow_products("mps")
+    assert narrow_products("cuda")
+    assert not narrow_products("mps")
     with full_products():
         during = settings()
-    assert during["cudnn"] is False and during["cublas"] is False
+    assert during["cudnn"] is False
+    assert during["cublas"] is False
     assert settings() == before
     backends.cudnn.allow_tf32 = False
     assert narrow_products("cuda")

@@ -1,7 +1,5 @@
 """Shape images: the plain definition and, bit for bit, the Triton kernel in the interpreter."""
 
-from __future__ import annotations
-
 import interpreter
 import pytest
 import torch
@@ -25,13 +23,13 @@ NORMALISED = (
 ).float()
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a, b):
     return (
         a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
     )
 
 
-def packed(rgb: torch.Tensor) -> torch.Tensor:
+def packed(rgb):
     """RGB in axis 1 to one integer."""
     red, green, blue = rgb.long().unbind(1)
     return red << 16 | green << 8 | blue
@@ -47,9 +45,7 @@ def test_internal_blocks_change_nothing(monkeypatch):
     assert torch.equal(whole, shape_images(0, 7, size=(3, 32, 40)))
 
 
-def painted_by_hand(
-    index: int, seed: int, size: tuple[int, int, int], rectangles: int, circles: int
-) -> torch.Tensor:
+def painted_by_hand(index, seed, size, rectangles, circles):
     """One image, pixel by pixel, from the drawn shapes."""
     shapes = draw_shapes(
         indices(index, index + 1), size=size, rectangles=rectangles, circles=circles, seed=seed
@@ -94,13 +90,15 @@ def test_shapes_obey_their_ranges_and_reach_the_image():
     drawn = draw_shapes(indices(0, 4000), size=(3, height, width), rectangles=5, circles=5, seed=0)
     circle, top, bottom, left, right, _ = drawn
     assert (circle.sum(1) == 5).all()
-    rectangle_h, rectangle_w = (bottom - top)[~circle], (right - left)[~circle]
+    rectangle_h = (bottom - top)[~circle]
+    rectangle_w = (right - left)[~circle]
     assert (rectangle_h.min(), rectangle_h.max()) == (height // 8, height // 2)
     assert (rectangle_w.min(), rectangle_w.max()) == (width // 8, width // 2)
     diameter = (bottom - top)[circle]
     assert torch.equal(diameter, (right - left)[circle])
     assert (diameter.min(), diameter.max()) == (2 * (width // 16) + 1, 2 * (width // 4) + 1)
-    centre_y, centre_x = top + (bottom - top) // 2, left + (right - left) // 2
+    centre_y = top + (bottom - top) // 2
+    centre_x = left + (right - left) // 2
     assert (centre_y.min(), centre_y.max()) == (0, height - 1)
     assert (centre_x.min(), centre_x.max()) == (0, width - 1)
 
@@ -114,11 +112,9 @@ def test_shapes_have_the_sizes_that_are_asked_for():
         "circle_radii": (0.1, 1),
     }
     circle, top, bottom, left, right, _ = draw_shapes(indices(0, 4000), size=(3, 40, 30), **how)
-    heights, widths, diameters = (
-        (bottom - top)[~circle],
-        (right - left)[~circle],
-        (bottom - top)[circle],
-    )
+    heights = (bottom - top)[~circle]
+    widths = (right - left)[~circle]
+    diameters = (bottom - top)[circle]
     assert (heights.min(), heights.max(), widths.min(), widths.max()) == (12, 30, 9, 22)
     assert (diameters.min(), diameters.max()) == (2 * 3 + 1, 2 * 30 + 1)
     images = ShapeImages(
@@ -128,7 +124,8 @@ def test_shapes_have_the_sizes_that_are_asked_for():
     assert torch.equal(raw, shape_images(0, 2, size=(3, 40, 30), dtype=torch.uint8, **how))
     assert not torch.equal(raw, ShapeImages((3, 40, 30), normalize=None).raw(0, 2))
     record = images.to_dict()
-    assert record["rectangle_sides"] == [0.3, 0.75] and record["circle_radii"] == [0.1, 1]
+    assert record["rectangle_sides"] == [0.3, 0.75]
+    assert record["circle_radii"] == [0.1, 1]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +299,7 @@ AT = (
 )  # also by an index tensor
 
 
-def arguments_of(case: str) -> tuple[int, int, dict]:
+def arguments_of(case):
     start, stop, how = CASES[case]
     how = dict(how)
     if "dtype" in how:
@@ -314,7 +311,8 @@ def arguments_of(case: str) -> tuple[int, int, dict]:
 
 RUN_CASES = """
 from fastlr.ops.philox import indices
-shape_images, shape_images_at = ops.get("shape_images", "triton"), ops.get("shape_images_at", "triton")
+shape_images = ops.get("shape_images", "triton")
+shape_images_at = ops.get("shape_images_at", "triton")
 results = {}
 cases, by_number = given
 for name, (a, b, how) in cases.items():
@@ -325,7 +323,7 @@ for name, (a, b, how) in cases.items():
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
+def interpreted(tmp_path_factory):
     """Every case by the Triton kernel in the interpreter."""
     cases = {name: arguments_of(name) for name in CASES}
     return interpreter.interpreted(RUN_CASES, tmp_path_factory.mktemp("interpreted"), (cases, AT))

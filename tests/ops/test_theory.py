@@ -1,7 +1,5 @@
 """Theorem 3.4 in numbers, on models small enough to enumerate every labeling."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -18,16 +16,16 @@ from fastlr.ops.reference.fisher import categorical_fisher
 from fastlr.ops.reference.theory import local_redundancy_exact
 
 
-def tiny(classes: int = 2, hidden: int = 3) -> nn.Module:
+def tiny(classes=2, hidden=3):
     torch.manual_seed(classes)
     return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, classes)).double()
 
 
-def candidate_inputs(count: int) -> torch.Tensor:
+def candidate_inputs(count):
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def redundancies(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def redundancies(model, x):
     return torch.stack([redundancy(model, z) for z in model(x)])
 
 
@@ -106,7 +104,8 @@ def test_theorem_bounds_the_full_family(classes, count, n):
 def test_more_candidates_and_finer_grids_never_lower_it():
     model, x = tiny(), candidate_inputs(3)
     values = [local_redundancy_exact(model, x[:count], 2, 0.2) for count in (1, 2, 3)]
-    assert values == sorted(values) and values[0] > 0
+    assert values == sorted(values)
+    assert values[0] > 0
     coarse = local_redundancy_exact(model, x, 2, 0.2, etas=(0.1,))
     assert local_redundancy_exact(model, x, 2, 0.2, etas=(0.05, 0.1, 0.15)) >= coarse
 
@@ -122,7 +121,7 @@ def test_memorization_gain_bounds_the_redundancy_and_tends_to_the_gradient_bound
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
     limit = n * float((1 - 1 / classes) * (x[0].square().sum() + 1))
 
-    def gain(eps: float) -> float:
+    def gain(eps):
         fitted = []
         for labels in product(range(classes), repeat=n):
             y = torch.tensor(labels)[:, None]

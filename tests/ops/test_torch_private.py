@@ -1,7 +1,5 @@
 """Private names of PyTorch are used in one module, which says so where this torch lacks one."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -16,7 +14,7 @@ HOME = Path(fastlr.__file__).parent
 DOCUMENTED = ("_foreach_",)
 
 
-def private_names(path: Path) -> list[str]:
+def private_names(path):
     """Return the names of torch with a part that begins with an underscore, as a file has them.
 
     Those that it imports and those that it reads are looked at.
@@ -48,7 +46,8 @@ def test_private_names_are_in_one_module():
 def test_a_name_that_is_gone_is_told():
     with pytest.raises(
         FastlrError,
-        match=rf"^torch {torch.__version__.split('+')[0]}.* has no torch\._C\.NoSuchName.*pip install torch==",
+        match=rf"^torch {torch.__version__.split('+')[0]}.* has no "
+        r"torch\._C\.NoSuchName.*pip install torch==",
     ):
         torch_private._get("_C.NoSuchName")
 

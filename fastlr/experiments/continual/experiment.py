@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fastlr.errors import InputError
+from fastlr.experiments.continual.fields import LEARNING_SPEED
 from fastlr.experiments.continual.interventions.plain import layer_norm_for_batch_norm
 from fastlr.experiments.continual.measures import Measurer
 from fastlr.experiments.continual.options import (
@@ -156,7 +157,11 @@ def _learn(
     options = trainer.options
     began = time.perf_counter()
 
+    trainer.first_epoch_accuracy = None
+
     def report_epoch(epoch: int) -> None:
+        if epoch == 1 and LEARNING_SPEED in options.measures:
+            trainer.first_epoch_accuracy = trainer.accuracy(task.test_x, task.test_y)
         report(Progress(number, options.tasks, epoch, options.epochs, None))
 
     loss = trainer.learn(task, number, report_epoch)  # ends by waiting for the device

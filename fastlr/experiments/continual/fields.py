@@ -10,6 +10,8 @@ from fastlr.experiments.runs.fields import Field, by_name
 from fastlr.metrics.weights import OF_PARAMETERS
 
 SHAPES = "local_redundancy"
+THIS_TASK = "local_redundancy_this_task"
+LEARNING_SPEED = "learning_speed"
 REFERENCE = "local_redundancy_next_task"
 REAL = "local_redundancy_real"
 _REDUNDANCIES = by_name(
@@ -54,6 +56,25 @@ FIELDS = _REDUNDANCIES | by_name(
     Field("feature_rank", "feature rank", unit="rank", metric="feature_rank"),
 )
 MEASURES = tuple(FIELDS)  # taken unless a run is told otherwise
+# Taken where a run is told so.
+_REDUNDANCIES[THIS_TASK] = Field(
+    THIS_TASK,
+    "LR on this task",
+    "the task's real images",
+    inputs="training images of the task just learned",
+)
+FIELDS |= by_name(
+    _REDUNDANCIES[THIS_TASK],
+    Field(LEARNING_SPEED, "accuracy after one epoch", unit="share", percent=True),
+    Field(
+        "gradient_noise_scale",
+        "gradient noise scale",
+        unit="images",
+        metric="gradient_noise_scale",
+    ),
+    Field("trainability", "trainability", unit="share of a guess's loss", metric="trainability"),
+    Field("curvature_rank", "curvature rank", unit="rank", metric="curvature_rank"),
+)
 for _name, _measure in OF_PARAMETERS.items():
     if _name not in FIELDS:
         FIELDS[_name] = Field(_name, _measure.label, unit=_measure.unit, metric=_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,16 +14,18 @@ import fastlr
 from fastlr import metrics
 from fastlr.distributed.sharding import apart
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.fields import FIELDS
+from fastlr.experiments.continual.fields import FIELDS, LEARNING_SPEED, REFERENCE, THIS_TASK
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
-from fastlr.experiments.redundancy import or_none, redundancy_estimator
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
 from fastlr.metrics.weights import OF_PARAMETERS
 
-_OWN_PASS = "train_grad_norm"  # of each sample's gradient; other measures of images share one
+# Each takes passes of its own; other measures of images share one.
+_OWN_PASSES = ("train_grad_norm", "gradient_noise_scale", "trainability", "curvature_rank")
+_FEW = 64  # images of the curvature rank, which holds a gradient of each
 _LR = (
     "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
     "eval mode"
@@ -82,7 +85,8 @@ class Measurer:
         self._inputs: dict[str, Any] = {
             "local_redundancy": fastlr.ShapeImages(size=shape),
             "local_redundancy_noise": fastlr.NoiseImages(size=shape),
-            "local_redundancy_next_task": self._current,
+            REFERENCE: self._current,
+            THIS_TASK: self._current,
         }
         self._estimators: dict[str, fastlr.LocalRedundancy] = {}
         self.per_image: Tensor | None = None
@@ -90,7 +94,7 @@ class Measurer:
     @property
     def looks_ahead(self) -> bool:
         """True if the next task's images are needed."""
-        return "local_redundancy_next_task" in self.options.measures
+        return REFERENCE in self.options.measures
 
     def due(self, number: int) -> bool:
         """Return True if measures are taken after task ``number`` (-1: before the first)."""
@@ -126,15 +130,18 @@ class Measurer:
     def _passes(self) -> Iterator[list[str]]:
         """Yield the names of the measures that are asked for, those that share a pass together."""
         shared = []
+        last = []
         for name in self.options.measures:
-            if FIELDS[name].inputs or name in OF_PARAMETERS:
+            if FIELDS[name].inputs or name in OF_PARAMETERS or name == LEARNING_SPEED:
                 yield [name]
-            elif name != _OWN_PASS:
+            elif name in _OWN_PASSES:
+                last.append(name)
+            else:
                 shared.append(name)
         if shared:
             yield shared
-        if _OWN_PASS in self.options.measures:
-            yield [_OWN_PASS]
+        for name in last:
+            yield [name]
 
     def _taken(self, names: list[str], boundary: Boundary) -> dict[str, dict[str, Any]]:
         """Take the measures that share a pass; where the pass fails, take each by itself.
@@ -144,7 +151,9 @@ class Measurer:
         first = names[0]
         try:
             if FIELDS[first].inputs:
-                return {first: self._redundancy(first, boundary.following)}
+                return {first: self._redundancy(first, boundary)}
+            if first == LEARNING_SPEED:
+                return {first: self._learning_speed(boundary)}
             return self._metrics(names, boundary)
         except ModelError as error:
             if len(names) > 1:
@@ -164,29 +173,45 @@ class Measurer:
         if names[0] in OF_PARAMETERS:
             found = metrics.measures(model, metric_names, init_state=self.initial)
         else:
-            x, y = self._training_images(boundary.task, boundary.number)
+            few = _FEW if names == ["curvature_rank"] else self.options.measure_images
+            x, y = self._training_images(boundary.task, boundary.number, few)
             with self.trainer.autocast():
                 found = metrics.measures(
-                    model, metric_names, x=x, y=y, loss=F.cross_entropy, tau=self.options.tau
+                    model,
+                    metric_names,
+                    x=x,
+                    y=y,
+                    loss=F.cross_entropy,
+                    tau=self.options.tau,
+                    repeats=self.options.trainability_repeats,
                 )
-        return {name: {"stderr": None, **found[metric].to_dict()} for name, metric in known.items()}
+        return {name: measure_record(found[metric]) for name, metric in known.items()}
 
-    def _training_images(self, task: Task, number: int) -> tuple[Tensor, Tensor]:
+    def _learning_speed(self, boundary: Boundary) -> dict[str, Any]:
+        """Return the record of the accuracy that the task had after its first epoch."""
+        return {
+            "value": self.trainer.first_epoch_accuracy if boundary.number >= 0 else None,
+            "stderr": None,
+            "definition": "learning speed: accuracy on the task's test images after one epoch",
+        }
+
+    def _training_images(self, task: Task, number: int, most: int) -> tuple[Tensor, Tensor]:
         """Training images of the task drawn without replacement, and their labels."""
         generator = torch.Generator().manual_seed(stream_seed(self.options.seed, "measure", number))
-        rows = torch.randperm(len(task.train_y), generator=generator)[: self.options.measure_images]
+        rows = torch.randperm(len(task.train_y), generator=generator)[:most]
         rows = rows.to(task.train_y.device)
         images = self.trainer.normalised(take(task.train_x, rows))
         return self.trainer.as_input(images), task.train_y[rows]
 
-    def _redundancy(self, name: str, following: Task | None) -> dict[str, Any]:
+    def _redundancy(self, name: str, boundary: Boundary) -> dict[str, Any]:
         n = self.options.redundancy_n
-        if name == "local_redundancy_next_task":
-            assert following is not None
+        if self._inputs[name] is self._current:
+            task = boundary.task if name == THIS_TASK else boundary.following
+            assert task is not None
             n = min(n, self._fewest)
             generator = torch.Generator().manual_seed(0)
-            order = torch.randperm(len(following.train_y), generator=generator)[:n]
-            self._current.images = take(following.train_x, order.to(following.train_x.device))
+            order = torch.randperm(len(task.train_y), generator=generator)[:n]
+            self._current.images = take(task.train_x, order.to(task.train_x.device))
         if name not in self._estimators:
             self._estimators[name] = redundancy_estimator(
                 self.trainer, self._inputs[name], self.chunks.get(name), n=n
@@ -197,6 +222,15 @@ class Measurer:
         if name == "local_redundancy":
             self.per_image = estimate.per_sample
         return redundancy_record(estimate, FIELDS[name].inputs)
+
+
+def measure_record(measure: metrics.Measure) -> dict[str, Any]:
+    """Return the record of a measure of `fastlr.metrics`; one that is infinite has a reason."""
+    record = {"stderr": None, **measure.to_dict()}
+    if not math.isfinite(measure):
+        reason = record.pop("reason", f"it is {float(measure)}")
+        record |= {"value": None, "error": reason}
+    return record
 
 
 def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
@@ -210,7 +244,7 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
     return {
         "value": estimate.value,
         "stderr": or_none(estimate.stderr),
-        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "definition": _LR.format(n=estimate.inputs_used, inputs=inputs) + by_batches(estimate),
         "n": estimate.n,
         "probe": estimate.probe,
         "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},

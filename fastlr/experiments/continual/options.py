@@ -91,12 +91,15 @@ class ContinualOptions(TrainingOptions):
         measure_every: Measure after every k-th task (and before the first).
         redundancy_n: Synthetic images of local redundancy; the same ones at every measurement.
         redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
-            ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them.
+            ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them;
+            ``batch`` takes the gradient of each ``redundancy_batch`` images' mean, which the paper
+            may mean as well (docs/guides/batch-or-sample.md).
         redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
             then kept.
         measure_images: Training images of the task just learned for the measures of activations and
             gradients.
         tau: Threshold of dormant_ratio_tau.
+        trainability_repeats: Draws of labels of trainability, each 100 training steps of a copy.
     """
 
     model: str = "mobilenet_v3_large"
@@ -121,10 +124,11 @@ class ContinualOptions(TrainingOptions):
     measures: tuple[str, ...] = option(MEASURES, known=tuple(FIELDS))
     measure_every: int = option(1, at_least=1)
     redundancy_n: int = option(5000, at_least=1)
-    redundancy_probe: Literal["sampled", "rademacher", "exact"] = "sampled"
+    redundancy_probe: Literal["sampled", "rademacher", "exact", "batch"] = "sampled"
     redundancy_batch: int = option(0, at_least=0)
     measure_images: int = option(256, at_least=2)
     tau: float = option(0.1, at_least=0)
+    trainability_repeats: int = option(3, at_least=1)
 
     def __post_init__(self) -> None:
         """Check what the types do not say."""
@@ -144,6 +148,16 @@ class ContinualOptions(TrainingOptions):
             self.data, 2
         )
 
+
+# What the paper leaves open, in its words, and these options decide.
+OPEN = {
+    "weight_decay": 'it says "AdamW" and "no regularization"',
+    "optimiser_state": "it says that weights are carried over",
+    "flip": "it says nothing of augmentation",
+    "dtype": 'it says "bfloat16 precision"',
+    "batch_norm_updates": "it says nothing of running statistics",
+    "measure_images": 'it says "a batch of real training data"',
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -215,10 +229,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 _NO_MATTER = set(
     (
         "seed device threads layout fused step on_nan redundancy_batch measures tau data "
+        "trainability_repeats "
         "synthetic_classes"
     ).split()
 )
 _NO_MATTER |= {"random_images", "random_classes", "reduce_dtype", "batch_norm_updates"}
+_SIZE = "4,204,594 parameters for 5.47 million (the network's size with 1,000 classes is 5,483,032)"
 _PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize": "squash"}
 
 
@@ -238,6 +254,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
         epochs 10 for 100
         classes 60 for 1000
         resize crop for squash
+        4,204,594 parameters for 5.47 million (the network's size with 1,000 classes is 5,483,032)
     """
     paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
     if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):
@@ -248,5 +265,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
             key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None
         }
     texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
+    if options.model == ContinualOptions.model and options.classes == 2:
+        texts.append(_SIZE)
     of_table5 = f"tasks 500 for {paper['tasks']}"
     return [text.replace(of_table5, f"{of_table5} (500 in Table 5)") for text in texts]

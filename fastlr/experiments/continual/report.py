@@ -19,11 +19,12 @@ from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.findings import findings
-from fastlr.experiments.continual.options import COMPARED
+from fastlr.experiments.continual.options import COMPARED, OPEN, ContinualOptions
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
 from fastlr.experiments.continual.verdicts import verdicts, verdicts_by_group
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 
@@ -119,7 +120,7 @@ def write_report(
         folder,
         "Plasticity over a sequence of tasks",
         sentences,
-        [*setting, summary],
+        [*setting, choices_of_ours(runs[0].options, ContinualOptions(), OPEN), summary],
         [*screen, *rest],
         _drawings(runs, known) if figures == "png" else [],
         runs,
@@ -159,7 +160,7 @@ def _report_by_intervention(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, ContinualOptions(), OPEN)],
         [*screen, tables.definitions_sheet(runs)],
         [course] if figures == "png" else [],
         runs,

@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import ModelError, NonFiniteError
+from fastlr.errors import NonFiniteError
 from fastlr.experiments.continual.interventions import Intervention, asked_for
+from fastlr.experiments.continual.interventions.base import Learner
 from fastlr.experiments.continual.interventions.replay import ExperienceReplay
 from fastlr.experiments.continual.interventions.unit_adamw import UnitAdamW
 from fastlr.experiments.continual.options import ContinualOptions
-from fastlr.experiments.data import Task, TaskSequence, normalise, take
+from fastlr.experiments.data import Task, TaskSequence, take
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
-from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import optimiser_tensors, spans, trainable_parameters
 
 EVALUATED = 500  # test images a forward pass
 LOSS_CHECK_EPOCHS = 10  # between two looks at the losses on a GPU, which wait for it
 
 
-class Trainer(TrainingLoop):
+class Trainer(Learner):
     """Learns a sequence of tasks; `started_at` is called once before the first.
 
     Everything random in a task (order of the images, flips, dropout) is a pure function of the
@@ -49,14 +49,11 @@ class Trainer(TrainingLoop):
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
         super().__init__(model, device, options, options.step)
+        self.first_epoch_accuracy: float | None = None  # of the task under way
         self.optimiser = self.new_optimiser()
         self.interventions: list[Intervention] = []
         if options.head_reset:
             self.head()  # an error now rather than after the first task
-
-    def normalised(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return `normalise` of images in the run's layout."""
-        return normalise(images, dtype, channels_last=self.channels_last)
 
     def new_optimiser(self) -> torch.optim.Optimizer:
         """Return the optimiser that the options ask for, with no state."""
@@ -109,24 +106,6 @@ class Trainer(TrainingLoop):
         for intervention in self.interventions:
             if intervention.name in saved:
                 intervention.load(saved[intervention.name])
-
-    def head(self) -> nn.Linear:
-        """Return the linear layer that makes the logits.
-
-        Raises:
-            ModelError: There is none.
-        """
-        heads = [
-            m
-            for m in self.model.modules()
-            if isinstance(m, nn.Linear) and m.out_features == self.options.classes
-        ]
-        if not heads:
-            raise ModelError(
-                f"head_reset wants a model that ends in nn.Linear with {self.options.classes} "
-                "outputs: use another, or head_reset=no"
-            )
-        return heads[-1]
 
     def learn(
         self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None

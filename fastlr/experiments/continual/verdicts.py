@@ -17,13 +17,13 @@ from fastlr.display.verdict import (
     PARTS,
     Change,
     Measurement,
+    brief,
     change,
     difference,
     first_and_last,
     verdict,
 )
 from fastlr.experiments.continual.experiment import PER_IMAGE
-from fastlr.experiments.continual.options import MEMORISED
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.runs.folder import CHECKPOINTS
 from fastlr.experiments.runs.records import Array, as_dict, finite, measured, number
@@ -31,6 +31,10 @@ from fastlr.experiments.runs.records import Array, as_dict, finite, measured, nu
 _LEADER, _OWN = "local_redundancy", "local_redundancy_next_task"
 _TOLD = 4  # runs of which each has a verdict
 _NEVER = 0.1  # of the way from a guess to 1: a network that never got further never learned
+_COMPARED = (
+    "Below, the last fifth of each run is held to the first after training began, on logarithms, "
+    "beyond the errors at 99 %, neighbouring readings taken for independent."
+)
 _CLOSE = 1e-3  # relative difference of a reading and the mean of its images' values in float32
 
 
@@ -52,14 +56,14 @@ def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
     """Return the verdict of each run, of more than four a line on how many have fallen."""
     known = [run for run in runs if np.isfinite(run.measure(_LEADER)).any()]
     if len(known) > _TOLD:
-        return [in_a_line("All", known)]
+        return [_COMPARED, in_a_line("All", known)]
     told = [verdict_of(run) for run in known]
     return told if len(runs) == 1 else [f"{run.name}: {text}" for run, text in zip(known, told)]
 
 
 def verdicts_by_group(groups: Mapping[str, Sequence[ContinualRun]]) -> list[str]:
-    """Return a line on each group of runs, such as those of an intervention."""
-    return [in_a_line(name, runs) for name, runs in groups.items()]
+    """Return what is compared, and a line on each group of runs, such as an intervention's."""
+    return [_COMPARED, *(in_a_line(name, runs) for name, runs in groups.items())]
 
 
 def verdict_of(run: ContinualRun) -> str:
@@ -88,20 +92,27 @@ def in_a_line(name: str, runs: Sequence[ContinualRun]) -> str:
         _moves(text, [getattr(found, key) for found in outcomes])
         for key, text in (
             ("value", "local redundancy"),
-            ("own", "on the next task's images"),
+            ("own", "that on the next task's images"),
             ("accuracy", "accuracy"),
         )
     ]
     never = sum(never_learned(run) for run in runs)
     told += [f"{never} never learned"] if never else []
-    return f"{name} ({counted(len(runs), 'run')}): {'; '.join(filter(None, told))}."
+    text = "; ".join(filter(None, told)) or "too few readings to tell"
+    return f"{name} ({counted(len(runs), 'run')}): {text}."
 
 
 def _moves(name: str, changes: Sequence[Change | None]) -> str:
-    known = [found.moved for found in changes if found is not None]
+    """Say in how many of these changes something has fallen and risen; empty if none is known."""
+    known = [found for found in changes if found is not None]
     if not known:
-        return "" if name != "local redundancy" else f"{name} cannot be told"
-    return f"{name} has fallen in {known.count(-1)}, risen in {known.count(1)} of {len(known)}"
+        return ""
+    if len(changes) == 1:
+        ends = f"from {brief(known[0].first)} to {brief(known[0].last)}"
+        word = {-1: "has fallen", 0: "cannot be told to have moved", 1: "has risen"}[known[0].moved]
+        return f"{name} {word} {ends}"
+    moved = [found.moved for found in known]
+    return f"{name} has fallen in {moved.count(-1)}, risen in {moved.count(1)} of {len(known)}"
 
 
 def outcome(run: ContinualRun) -> Changes:
@@ -161,7 +172,7 @@ def guess(run: ContinualRun) -> float:
     With random labels that is the share of the most frequent one, here its expectation.
     """
     images = as_dict(run.config, "data").get("images")
-    if run.options.get("data") not in MEMORISED or not isinstance(images, int):
+    if not run.has_memorised or not isinstance(images, int):
         return run.chance
     classes = round(1 / run.chance)
     draws = np.random.default_rng(0).multinomial(images, [1 / classes] * classes, 1000)

@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -78,51 +78,55 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
             return to_pixels(image, size, resize)
 
 
-def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
-    """Return a file's size in bytes, for a member of an archive as the archive declares it.
+class Files(NamedTuple):
+    """The files under a folder, or in a zip archive."""
 
-    Raises:
-        SourceError: The size is above ``limit_mb``.
-    """
-    if zipped:
-        size, unpacked = open_zip(root).getinfo(name).file_size, " unpacked"
-    else:
-        size, unpacked = os.stat(os.path.join(root, name)).st_size, ""
-    if size > limit_mb * 1e6:
-        raise SourceError(
-            f"{name} of {root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is {limit_mb:g} "
-            "MB: give a greater --max-file-mb if it is to be read"
-        )
-    return size
+    root: str
+    zipped: bool
 
+    def open(self, name: str) -> BinaryIO:
+        """Open a file."""
+        if self.zipped:
+            return open_zip(self.root).open(name)  # type: ignore[return-value]
+        return open(os.path.join(self.root, name), "rb")
 
-def read_bytes(root: str, zipped: bool, name: str, limit_mb: float) -> bytes:
-    """Return the bytes of the file ``name`` under the folder or in the zip archive ``root``.
+    def size_within(self, limit_mb: float, name: str) -> int:
+        """Return a file's size in bytes, for a member of an archive as the archive declares it.
 
-    No more than the declared size is unpacked, so an archive that declares less than it holds takes
-    no memory either.
+        Raises:
+            SourceError: The size is above ``limit_mb``.
+        """
+        if self.zipped:
+            size, unpacked = open_zip(self.root).getinfo(name).file_size, " unpacked"
+        else:
+            size, unpacked = os.stat(os.path.join(self.root, name)).st_size, ""
+        if size > limit_mb * 1e6:
+            raise SourceError(
+                f"{name} of {self.root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is "
+                f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
+            )
+        return size
 
-    Raises:
-        zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or
-            longer than declared).
-        SourceError: It is larger than the limit, not there or cannot be read (the disk, the network
-            or a permission; not this image).
-    """
-    try:
-        size = size_within(limit_mb, root, zipped, name)
-        with open_file(root, zipped, name) as file:
-            return file.read(size)
-    except (zipfile.BadZipFile, zlib.error, EOFError):
-        raise zipfile.BadZipFile("its data in the zip archive is damaged") from None
-    except (OSError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise SourceError(f"cannot read {name} of {root}: {error}") from error
+    def read(self, name: str, limit_mb: float) -> bytes:
+        """Return the bytes of a file.
 
+        No more than the declared size is unpacked, so an archive that declares less than it holds
+        takes no memory either.
 
-def open_file(root: str, zipped: bool, name: str) -> BinaryIO:
-    """Open the file ``name`` under the folder or in the zip archive ``root``."""
-    if zipped:
-        return open_zip(root).open(name)  # type: ignore[return-value]
-    return open(os.path.join(root, name), "rb")
+        Raises:
+            zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or
+                longer than declared).
+            SourceError: It is larger than the limit, not there or cannot be read (the disk, the
+                network or a permission; not this image).
+        """
+        try:
+            size = self.size_within(limit_mb, name)
+            with self.open(name) as file:
+                return file.read(size)
+        except (zipfile.BadZipFile, zlib.error, EOFError):
+            raise zipfile.BadZipFile("its data in the zip archive is damaged") from None
+        except (OSError, KeyError, RuntimeError, NotImplementedError) as error:
+            raise SourceError(f"cannot read {name} of {self.root}: {error}") from error
 
 
 def open_zip(path: str) -> zipfile.ZipFile:
@@ -140,7 +144,7 @@ def _open_zip(path: str, changed: int, size: int) -> zipfile.ZipFile:
 
 
 def _read(job: Job, name: str) -> bytes:
-    return read_bytes(job["root"], job["zipped"], name, job["max_file_mb"])
+    return Files(job["root"], job["zipped"]).read(name, job["max_file_mb"])
 
 
 def npy_images(job: Job, name: str) -> np.ndarray:

@@ -247,7 +247,7 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
     for entry in classes:
         assert entry.npy is not None
         try:
-            with source.open(entry.npy[len(source.prefix) :]) as file:
+            with source.place.open(entry.npy) as file:
                 head = io.BytesIO(file.read(_HEADER))
             if npy_format.read_magic(head) == (1, 0):
                 shape, _, dtype = npy_format.read_array_header_1_0(head)

@@ -30,7 +30,6 @@ from fastlr.experiments.data.decode import (
     RULES,
     SPLITS,
     SourceError,
-    size_within,
 )
 from fastlr.experiments.data.layouts import ClassFiles, names_checksum, scan
 from fastlr.experiments.data.sources import Source, list_source
@@ -173,7 +172,7 @@ def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float)
         known = [*entry.train, *entry.test] if listing.zipped else []
         for name in [entry.npy] if entry.npy else known:
             try:
-                size_within(max_file_mb, str(listing.path), listing.zipped, name)
+                listing.place.size_within(max_file_mb, name)
             except SourceError as error:
                 raise InputError(str(error)) from None
 
@@ -202,8 +201,7 @@ def _make(
         "out": str(folder / IMAGES),
         "size": plan["size"],
         "resize": plan["resize"],
-        "root": str(listing.path),
-        "zipped": listing.zipped,
+        **listing.place._asdict(),
         "max_file_mb": max_file_mb,
     }
     jobs = [

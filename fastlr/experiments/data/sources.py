@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from fastlr.errors import InputError
-from fastlr.experiments.data.decode import open_file, open_zip
+from fastlr.experiments.data.decode import Files, open_zip
 
 
 @dataclass
@@ -34,9 +33,10 @@ class Source:
     folders: set[str]
     checksums: dict[str, int]
 
-    def open(self, name: str) -> BinaryIO:
-        """Open a file below the prefix."""
-        return open_file(str(self.path), self.zipped, self.prefix + name)
+    @property
+    def place(self) -> Files:
+        """The folder or archive, whose files are named with the prefix."""
+        return Files(str(self.path), self.zipped)
 
 
 def list_source(path: str | Path) -> Source:

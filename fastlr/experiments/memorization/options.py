@@ -44,7 +44,8 @@ class MemorizeOptions(TrainingOptions):
         redundancy_n: Its synthetic inputs: of the kind that is memorised, but not among the
             samples, always the same ones.
         redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
-            ``rademacher`` has the same expectation and less variance.
+            ``rademacher`` has the same expectation and less variance; ``batch`` takes the gradient
+            of each ``redundancy_batch`` inputs' mean.
         redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
             then kept.
     """
@@ -65,7 +66,7 @@ class MemorizeOptions(TrainingOptions):
     evaluate_every: int = option(5, at_least=1)
     measure_every: int = option(0, at_least=0)
     redundancy_n: int = option(5000, at_least=2)
-    redundancy_probe: Literal["sampled", "rademacher"] = "sampled"
+    redundancy_probe: Literal["sampled", "rademacher", "batch"] = "sampled"
     redundancy_batch: int = option(0, at_least=0)
 
     def __post_init__(self) -> None:
@@ -77,6 +78,13 @@ class MemorizeOptions(TrainingOptions):
                 f"evaluate_every={self.evaluate_every}, or 0"
             )
 
+
+# What the paper leaves open, in its words, and these options decide.
+OPEN = {
+    "weight_decay": 'it says "AdamW"',
+    "dtype": 'it says "bfloat16"',
+    "batch_norm_updates": "it says nothing of running statistics",
+}
 
 _SERIES = {"kind": "series", "model": "fastlr.models.patchtst:PatchTST"}
 

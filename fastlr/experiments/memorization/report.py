@@ -28,8 +28,9 @@ from fastlr.display.figures import (
 from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.memorization.fields import FIELDS
+from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.runs.options import not_as_in_the_paper
+from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
 from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.statistics.seeds import mean_over_seeds
@@ -55,6 +56,7 @@ class Kind(NamedTuple):
     definition: str
 
 
+WEIGHT_BITS = 16  # of a weight in bfloat16, as the paper trains
 KINDS = {
     "series": Kind(
         "Gaussian series",
@@ -107,7 +109,7 @@ def write_memorization_report(
         folder,
         "Memorization",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, MemorizeOptions(), OPEN)],
         [bits, *training, speed],
         drawings,
         runs,
@@ -154,7 +156,17 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
 
 def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     """The bits that each run has memorised at its last record, and means over seeds."""
-    columns = ["run", "epochs", "parameters", "loss", "bits", "bits/param", "ceiling", "last 10 %"]
+    columns = [
+        "run",
+        "epochs",
+        "parameters",
+        "loss",
+        "bits",
+        "bits/param",
+        "ceiling",
+        "of 16",
+        "last 10 %",
+    ]
     groups = alike(runs)
     rows = []
     for run in [run for group in groups for run in group]:
@@ -166,11 +178,16 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
             f"{run.last['bits']:,.0f}",
             f"{run.last['bits_per_parameter']:.3f}",
             FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
+            f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
             shown(run.late_gain(), "{:+.3f}"),
         )
         rows.append(row)
     kinds = {run.kind for run in runs}
     notes = [kind.definition for name, kind in KINDS.items() if name in kinds]
+    notes.append(
+        f"of 16: share of the {WEIGHT_BITS} bits of a bfloat16 weight, which the paper calls the "
+        "theoretical ceiling; the ceiling before it is how many bits the labels have."
+    )
     notes.append(
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
         "last tenth of the epochs; far from 0, the network has not taken up all that it could."

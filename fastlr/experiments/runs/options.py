@@ -203,6 +203,30 @@ def not_as_in_the_paper(changes: Sequence[str], runs: str = "") -> str:
     return f"Not as in the paper{runs and ', ' + runs}: {'; '.join(changes) or 'no option'}."
 
 
+def choices_of_ours(
+    options: Mapping[str, Any], paper: RunOptions, open_in_it: Mapping[str, str]
+) -> str:
+    """Return the sentence of a report on what the paper leaves open and our options decide.
+
+    Args:
+        options: Of a run; what it does otherwise is named by `not_as_in_the_paper`.
+        paper: As we take the paper.
+        open_in_it: Option to what the paper says of it.
+
+    Example:
+        >>> choices_of_ours({"seed": 0, "threads": 2}, RunOptions(), {"seed": "it says none"})
+        'Choices of ours, where the paper leaves them open: seed 0 (it says none).'
+    """
+    told = [
+        f"{name} {options[name]} ({words})"
+        for name, words in open_in_it.items()
+        if options.get(name) == getattr(paper, name)
+    ]
+    if not told:
+        return ""
+    return f"Choices of ours, where the paper leaves them open: {'; '.join(told)}."
+
+
 def json_object(text: str) -> dict[str, Any]:
     """Read a JSON object; ValueError says what is wanted."""
     try:

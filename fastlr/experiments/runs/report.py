@@ -183,7 +183,7 @@ def write_files(
     page = _PAGE.render(
         title=title,
         findings=findings,
-        lead=[*lead, *origins],
+        lead=[paragraph for paragraph in (*lead, *origins) if paragraph],
         sheets=sheets,
         figures=figures,
         runs=runs,

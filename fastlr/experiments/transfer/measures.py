@@ -15,7 +15,7 @@ from fastlr import metrics
 from fastlr.errors import InputError
 from fastlr.estimator.statistics import Moments
 from fastlr.experiments.data import SplitSeries
-from fastlr.experiments.redundancy import or_none, redundancy_estimator
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.forecaster import Forecaster, batches
 from fastlr.experiments.transfer.options import TransferOptions
@@ -47,12 +47,14 @@ class Redundancy:
         """Forget the measurements so far."""
         self.points: list[dict[str, Any]] = []
         self._sums = torch.zeros((), dtype=torch.float64)
+        self._by = ""
 
     def measure(self, step: int) -> None:
         """Measure the network as it is now, after so many steps."""
         estimate = self._estimator.measure()
         assert estimate.per_sample is not None
         self.chunk, self._sums = estimate.batch_size, self._sums + estimate.per_sample
+        self._by = by_batches(estimate)
         self.points.append(
             {"step": step, "value": estimate.value, "stderr": or_none(estimate.stderr)}
         )
@@ -64,7 +66,7 @@ class Redundancy:
         """
         moments = Moments()
         moments.add(self._sums / len(self.points))
-        definition = self._definition
+        definition = self._definition + self._by
         if len(self.points) > 1:
             definition += f"; mean of {len(self.points)} measurements"
         return {

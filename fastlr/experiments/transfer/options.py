@@ -43,7 +43,8 @@ class TransferOptions(training.TrainingOptions):
         learning_rate: Of pretraining at its start; it falls to zero by the cosine, step by step.
         redundancy_n: Gaussian inputs of local redundancy; the same ones at every measurement.
         redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
-            ``rademacher`` has the same expectation and less variance.
+            ``rademacher`` has the same expectation and less variance; ``batch`` takes the gradient
+            of each ``redundancy_batch`` inputs' mean.
         redundancy_per_epoch: Evenly spaced measurements an epoch, the last at its end; their mean
             is the epoch's value.
         redundancy_batch: Inputs at a time; 0: by the memory that is free at the first measurement,
@@ -91,7 +92,7 @@ class TransferOptions(training.TrainingOptions):
     steps_per_epoch: int = option(0, at_least=0)
     learning_rate: float = option(2e-3, positive=True)
     redundancy_n: int = option(1024, at_least=1)
-    redundancy_probe: Literal["sampled", "rademacher"] = "sampled"
+    redundancy_probe: Literal["sampled", "rademacher", "batch"] = "sampled"
     redundancy_per_epoch: int = option(4, at_least=1)
     redundancy_batch: int = option(0, at_least=0)
     sigma: float = option(1.0, positive=True)
@@ -120,6 +121,18 @@ class TransferOptions(training.TrainingOptions):
                 "finetune_tolerance goes with finetune_patience: give that too, at least 1"
             )
 
+
+# What the paper leaves open, in its words, and these options decide.
+OPEN = {
+    "weight_decay": 'it says "AdamW"',
+    "train_share": 'it says "80/20"; here the first rows train and the last validate',
+    "redundancy_per_epoch": "the mean of which picks; it says four points, not which of them picks",
+    "sigma": "it gives none; the selection does not depend on it",
+    "dormant_windows": 'it says "on pretraining data"',
+    "probe_learning_rate": 'it says "one epoch"',
+    "probe_by": 'it says "lowest probing loss"',
+    "dtype": 'it says "bfloat16"',
+}
 
 BEFORE = {
     **training.BEFORE,

@@ -24,10 +24,12 @@ from fastlr.display.figures import (
     new_figure,
     style,
 )
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.transfer import tables
 from fastlr.experiments.transfer.fields import FIELDS, strategy
+from fastlr.experiments.transfer.options import OPEN, TransferOptions
 from fastlr.experiments.transfer.records import (
     TransferRun,
     differences,
@@ -93,7 +95,8 @@ def write_transfer_report(
         "picks": picks,
         "findings": sentences,
     }
-    lead = [*setting, "Numbers with all digits are in report.json."]
+    ours = choices_of_ours(runs[0].options, TransferOptions(), OPEN)
+    lead = [*setting, ours, "Numbers with all digits are in report.json."]
     drawings = _drawings(finished or runs) if figures == "png" else []
     return write_files(
         folder,

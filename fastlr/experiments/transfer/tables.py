@@ -147,6 +147,8 @@ def _strategy_notes(finished: Sequence[TransferRun]) -> list[str]:
             "seeds ± standard error, 95 % interval (Student, n - 1); negative is better. Epoch: "
             "median pick."
         )
+    if "dormant_ratio" in first.picks:
+        notes.append(f"Min dormant ratio: {_dormant(first.options)}.")
     if first.picks.get("linear_probe", {}).get("by"):
         judge = "training windows"
         if first.options.get("probe_by", "validation") == "validation":
@@ -190,6 +192,15 @@ def _pair_name(pair: Difference) -> str:
     return f"{strategy(pair.first).short} - {strategy(pair.second).short}"
 
 
+def _dormant(options: Mapping[str, Any]) -> str:
+    """Define the dormant ratio of a run."""
+    mean = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
+    return (
+        f"share of feed-forward units with mean {mean} {options.get('dormant_threshold', '?')} on "
+        "training windows of the source"
+    )
+
+
 def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Losses and measures by epoch, averaged over seeds."""
     averaged = finished_of(runs) or list(runs)
@@ -201,14 +212,12 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
             columns.append(field.short)
             cells.append([field.text(mean) for mean in means])
     options = averaged[0].options
-    dormant = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
     seeds = "One seed" if len(averaged) == 1 else f"Means of {len(averaged)} seeds"
     unfinished = "" if averaged[0].complete else ": none has finished yet"
     notes = (
         f"LR: local redundancy on {options.get('redundancy_n', '?')} Gaussian inputs, mean of the "
         "measurements within the epoch; LR, file: at its end alone; epoch 0 is before training. "
-        f"Dormant: share of feed-forward units with mean {dormant} "
-        f"{options.get('dormant_threshold', '?')} on training windows of the source. Losses are "
+        f"Dormant: {_dormant(options)}. Losses are "
         "mean squared errors; probe: that of a linear probe on the target.",
         f"{seeds}{unfinished}.",
     )

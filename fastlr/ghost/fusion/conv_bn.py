@@ -238,7 +238,8 @@ class FoldedConv(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        tensors, neighbours = BlockTensors(*given), options.neighbours or ALONE  # type: ignore[arg-type]
+        tensors = BlockTensors(*given)  # type: ignore[arg-type]
+        neighbours = options.neighbours or ALONE
         x, weight = _cast(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
         fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))

@@ -56,13 +56,15 @@ class Activated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:
+        """Return the activation, and save what its derivative needs."""
         ctx.save_for_backward(*(() if gradient_at_output else (tensor,)))
         ctx.act = act
         return ACTIVATIONS[act](tensor)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Apply the derivative, unless somebody else does."""
         if ctx.saved_tensors:
             g = ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
         return g, None, None

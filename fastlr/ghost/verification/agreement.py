@@ -41,7 +41,9 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
 
 def rounding(dtype: torch.dtype, *, low: bool) -> float:
     """Relative difference of outputs that is taken for rounding unseen; more is measured."""
-    return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-3
+    if low:
+        return 0.02
+    return 1e-9 if dtype == torch.float64 else 1e-3
 
 
 def agree(

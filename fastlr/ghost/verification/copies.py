@@ -83,8 +83,10 @@ class Subject:
 
         Buffers stay: their values may be places.
         """
-        names = {name for name, _ in self.model.named_parameters()}
-        return {n: _moved(t, step, seed) if n in names else t for n, t in self.state.items()}
+        state = dict(self.state)
+        for name, _ in self.model.named_parameters():
+            state[name] = _moved(state[name], step, seed)
+        return state
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return a context without autocast for a copy; the model itself runs as it is."""

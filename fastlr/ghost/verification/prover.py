@@ -346,9 +346,9 @@ def _exact_norms(
     """
     out_dim, parameters = trial.view.out_dim, trial.subject.parameters
     narrow = any(torch.finfo(dtype).max < 2.0**20 for dtype in dtypes)
-    scales = _SCALES_OF_HALF if narrow else SCALES
-    if trial.subject.dtype is None:
-        scales = ()
+    scales: tuple[int, ...] = ()
+    if trial.subject.dtype is not None:
+        scales = _SCALES_OF_HALF if narrow else SCALES
     samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
     by_sample: list[Tensor] = []  # [parameters] each
     scaled: dict[int, Tensor] = {}
@@ -477,9 +477,8 @@ def _layouts(
     """
     of_graph = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
-    told: dict[Place, list[Layout]] = {
-        place: [of_graph[place]] if place in of_graph else [] for place in places
-    }
+    told: dict[Place, list[Layout]] = dict.fromkeys(places, [])
+    told |= {place: [of_graph[place]] for place in places if place in of_graph}
     layouts = explained(graph, structure, z, v, out_dim, told, of_graph)
     count = z.shape[out_dim]
     untold = {place: every_layout(graph, place, count) for place in layouts if not layouts[place]}

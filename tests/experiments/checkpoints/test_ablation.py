@@ -1,7 +1,5 @@
 """fastlr ablate on checkpoints gives fastlr.estimate's numbers; few checkpoints claim nothing."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -31,7 +29,7 @@ LENGTH, FEATURES = 12, 3
 MODEL, DATA = ["--model", "test_ablation:net"], ["--real", "REAL"]
 
 
-def net(num_classes: int = 3, width: int = 4) -> nn.Module:
+def net(num_classes=3, width=4):
     layers = [
         nn.Conv2d(3, width, 3),
         nn.BatchNorm2d(width),
@@ -43,7 +41,7 @@ def net(num_classes: int = 3, width: int = 4) -> nn.Module:
 
 
 class Forecast(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(LENGTH, 4)
 
@@ -51,7 +49,7 @@ class Forecast(nn.Module):
         return self.linear(x.transpose(1, 2)).transpose(1, 2)
 
 
-def save(folder, make, count: int = 4):
+def save(folder, make, count=4):
     """Checkpoints of random networks of growing scale, so that local redundancy varies."""
     paths = []
     for i in range(count):
@@ -65,7 +63,7 @@ def save(folder, make, count: int = 4):
     return paths
 
 
-def loaded(model: nn.Module, checkpoint) -> nn.Module:
+def loaded(model, checkpoint):
     state = torch.load(checkpoint, weights_only=True)
     model.load_state_dict(state.get("state_dict", state))
     return model
@@ -97,7 +95,8 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     ).out
     record = json.loads((tmp_path / "t.json").read_text())
     assert [entry["checkpoint"] for entry in record["checkpoints"]] == list(map(str, checkpoints))
-    assert record["real"]["count"] == 10 and "10 test images of store" in out
+    assert record["real"]["count"] == 10
+    assert "10 test images of store" in out
 
     series = {"local_redundancy": [], "local_redundancy_noise": [], REAL: []}
     inputs = [
@@ -116,7 +115,8 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     assert len(found) == 4
     for name in ("local_redundancy", "local_redundancy_noise"):
         r = stats.pearsonr(series[name], series[REAL])[0]
-        assert found[name, "raw"]["r"] == pytest.approx(r) and found[name, "raw"]["stderr"] is None
+        assert found[name, "raw"]["r"] == pytest.approx(r)
+        assert found[name, "raw"]["stderr"] is None
         assert found[name, "log"]["r"] == pytest.approx(
             stats.pearsonr(np.log(series[name]), np.log(series[REAL]))[0]
         )
@@ -126,10 +126,8 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     assert float(rows[0]["Pearson r"]) == pytest.approx(
         found["local_redundancy", "raw"]["r"], abs=6e-4
     )
-    assert (
-        "With 4 checkpoints r has no standard error" in " ".join(out.split())
-        and "±" not in rows[0]["Pearson r"]
-    )
+    assert "With 4 checkpoints r has no standard error" in " ".join(out.split())
+    assert "±" not in rows[0]["Pearson r"]
     assert Image.open(tmp_path / "t.png").size[0] > 300
     tables = out[: out.index("csv: ")].splitlines()
     assert max(map(len, (line for line in tables if str(tmp_path) not in line))) <= 80
@@ -145,7 +143,9 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
         "cpu"
     )
     out = cli(f"ablate --model test_ablation:Forecast {options}", *checkpoints).out
-    assert "Gaussian series (n = 20)" in out and "real inputs (n = 9)" in out and "sigma=0.5" in out
+    assert "Gaussian series (n = 20)" in out
+    assert "real inputs (n = 9)" in out
+    assert "sigma=0.5" in out
     inputs = {
         REAL: fastlr.TensorInputs(real),
         "local_redundancy_series": fastlr.GaussianSeries(LENGTH, FEATURES),
@@ -179,7 +179,8 @@ def test_the_same_value_everywhere_gives_no_correlation(tmp_path, cli):
         "gaussian",
     ]
     out = cli("ablate --n 8", *checkpoints, *arguments).out
-    assert "the same at all checkpoints" in " ".join(out.split()) and "Pearson" not in out
+    assert "the same at all checkpoints" in " ".join(out.split())
+    assert "Pearson" not in out
 
 
 def test_images_of_a_store_are_test_images_each_at_most_once(store):
@@ -189,18 +190,18 @@ def test_images_of_a_store_are_test_images_each_at_most_once(store):
     for n, seed in ((10, 0), (10, 1), (40, 0)):
         real = real_inputs(path, n, seed=seed)
         found = [image.permute(1, 2, 0).numpy().tobytes() for image in real.inputs.images]
-        assert real.count == len(found) == len(set(found)) == min(n, 15) and set(found) <= set(
-            tests
-        )
+        assert real.count == len(found) == len(set(found)) == min(n, 15)
+        assert set(found) <= set(tests)
     draws = [real_inputs(path, 10, seed=seed).inputs.images for seed in (0, 0, 1)]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
     x = real_inputs(path, 15).inputs.batch(0, 15, device="cpu")
     torch.testing.assert_close(
         x, normalise(torch.cat([opened.load([i], "test")[0] for i in range(3)]))
     )
 
 
-def write_csv(path, rows: int):
+def write_csv(path, rows):
     walk = np.random.default_rng(0).standard_normal((rows, 2)).cumsum(0)
     lines = [
         f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{a},{b}" for i, (a, b) in enumerate(walk)
@@ -219,9 +220,12 @@ def test_windows_of_a_csv_file_are_of_its_last_fifth(tmp_path):
         np.testing.assert_allclose(
             window, (walk[start : start + 8] - mean) / std, rtol=1e-5, atol=1e-5
         )
-    assert real.shape == (8, 2) and real.series and "overlap" in real.notes[0]
+    assert real.shape == (8, 2)
+    assert real.series
+    assert "overlap" in real.notes[0]
     apart = real_inputs(tmp_path / "walk.csv", 4, context=8)
-    assert apart.count == 4 and apart.notes == ()
+    assert apart.count == 4
+    assert apart.notes == ()
     assert list(synthetic_inputs(real)) == ["local_redundancy_series"]
 
 
@@ -291,7 +295,8 @@ def test_what_few_checkpoints_are_worth():
     """The threshold for |r| is that of a test of no correlation; errors are given from 91 on."""
     assert "|r| of 0.71 " in few_checkpoints(8)[0]
     assert stats.pearsonr(*_pair(8, 0.7067))[1] == pytest.approx(0.05, abs=2e-4)
-    assert few_checkpoints(91) == [] and few_checkpoints(90)
+    assert few_checkpoints(91) == []
+    assert few_checkpoints(90)
     rng = np.random.default_rng(0)
     for n, known in ((90, False), (91, True)):
         y = np.exp(rng.standard_normal(n))
@@ -302,7 +307,7 @@ def test_what_few_checkpoints_are_worth():
         assert math.isfinite(agreement([as_run(measured)], REAL, resamples=50)[0].stderr) == known
 
 
-def _pair(n: int, r: float):
+def _pair(n, r):
     """Two series with a given correlation."""
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal((2, n))
@@ -312,7 +317,7 @@ def _pair(n: int, r: float):
     return a, r * a + math.sqrt(1 - r * r) * b / b.std()
 
 
-def _at(value: float) -> fastlr.Estimate:
+def _at(value):
     return fastlr.Estimate(value, 0.1, 10, {}, None, {}, 0.0)
 
 

@@ -1,11 +1,8 @@
 """Ranking checkpoints: the order, the test that tells them apart, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from fastlr.experiments.data import (
 from fastlr.models.patchtst import PatchTST
 
 
-def estimate(values: torch.Tensor, **changes) -> Estimate:
+def estimate(values, **changes):
     values = values.double()
     fields = {
         "per_parameter": {},
@@ -42,7 +39,7 @@ def estimate(values: torch.Tensor, **changes) -> Estimate:
     )
 
 
-def net(num_classes: int = 3) -> nn.Module:
+def net(num_classes=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
@@ -66,16 +63,20 @@ def test_pairs_are_compared_input_by_input():
     noise = torch.randn(3, 200, generator=generator, dtype=torch.float64)
     values = {"a": common + noise[0], "b": common + 1 + noise[1], "c": common + 0.01 + noise[0]}
     found = ranking({name: estimate(v) for name, v in values.items()})
-    assert list(found.estimates) == ["b", "c", "a"] and found.best == "b"
+    assert list(found.estimates) == ["b", "c", "a"]
+    assert found.best == "b"
     pair = found.against_best("c")
     delta = values["b"] - values["c"]
-    assert pair.difference == pytest.approx(float(delta.mean())) and pair.second == "c"
+    assert pair.difference == pytest.approx(float(delta.mean()))
+    assert pair.second == "c"
     assert pair.stderr == pytest.approx(float(delta.std() / math.sqrt(200)))
     assert pair.z == pytest.approx(pair.difference / pair.stderr)
     assert pair.p == pytest.approx(math.erfc(pair.z / math.sqrt(2)))
     alone = math.hypot(*(e.stderr for e in (found.estimates["b"], found.estimates["c"])))
     assert pair.stderr < alone / 2, "what the inputs share cancels"
-    assert found.distinguishable and found.ties == [] and len(found.pairs) == 3
+    assert found.distinguishable
+    assert found.ties == []
+    assert len(found.pairs) == 3
     (constant,) = (p for p in found.pairs if (p.first, p.second) == ("c", "a"))
     assert constant.z > 1e6 and constant.adjusted < 1e-6, "the same difference at every input"
 
@@ -98,7 +99,8 @@ def test_what_is_said_of_ties():
     found = ranking(
         {"one": estimate(values), "twin": estimate(values.clone()), "low": estimate(values / 2)}
     )
-    assert found.ties == ["twin"] and not found.distinguishable
+    assert found.ties == ["twin"]
+    assert not found.distinguishable
     assert verdict(found) == (
         "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p "
         "= 1 for twin)."
@@ -119,16 +121,17 @@ def test_estimates_that_are_not_paired_are_refused():
 def test_the_command(checkpoints, tmp_path, cli):
     files = [str(path) for path in checkpoints.values()]
     options = ["--model", "test_rank:net", "--size", "8", "-n", "40", "--seed", "3"]
-    picture, record, table = tmp_path / "rank.png", tmp_path / "rank.json", tmp_path / "rank.csv"
+    picture = tmp_path / "rank.png"
+    record = tmp_path / "rank.json"
+    table = tmp_path / "rank.csv"
     outputs = ["--figure", str(picture), "--json", str(record), "--csv", str(table)]
     out = cli("rank", *files, *options, *outputs).out
-    assert max(map(len, out.splitlines()[:-3])) <= 80 and picture.read_bytes()[:4] == b"\x89PNG"
+    assert max(map(len, out.splitlines()[:-3])) <= 80
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     found = json.loads(record.read_text())
     ordered = [entry["value"] for entry in found["ranking"]]
-    assert (
-        ordered == sorted(ordered, reverse=True)
-        and found["best"] == found["ranking"][0]["checkpoint"]
-    )
+    assert ordered == sorted(ordered, reverse=True)
+    assert found["best"] == found["ranking"][0]["checkpoint"]
     values = {entry["checkpoint"]: entry for entry in found["ranking"]}
     for name, path in checkpoints.items():
         model = net()
@@ -136,13 +139,16 @@ def test_the_command(checkpoints, tmp_path, cli):
         direct = fastlr.estimate(model, fastlr.ShapeImages((3, 8, 8)), n=40, seed=3)
         assert values[f"{name}.pt"]["value"] == pytest.approx(direct.value, rel=1e-6)
         assert values[f"{name}.pt"]["stderr"] == pytest.approx(direct.stderr, rel=1e-5)
-        assert f"{name}.pt" in out and f"{name}.pt" in table.read_text()
-    assert len(found["pairs"]) == 3 and found["folder"] == str(tmp_path)
+        assert f"{name}.pt" in out
+        assert f"{name}.pt" in table.read_text()
+    assert len(found["pairs"]) == 3
+    assert found["folder"] == str(tmp_path)
     captured = cli("rank --json -", *files[:2], *options)
-    assert json.loads(captured.out)["pairs"] and "Checkpoints by local redundancy" in captured.err
+    assert json.loads(captured.out)["pairs"]
+    assert "Checkpoints by local redundancy" in captured.err
 
 
-def two_forecasters(folder: Path, channels: int) -> tuple[list[str], list[str]]:
+def two_forecasters(folder, channels):
     """Save two small PatchTSTs; return the arguments that name the model, and the files."""
     kwargs = {
         "channels": channels,
@@ -182,7 +188,8 @@ def test_series_and_settings(tmp_path, cli):
 
 
 def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
-    first, second = str(checkpoints["first"]), str(checkpoints["confident"])
+    first = str(checkpoints["first"])
+    second = str(checkpoints["confident"])
     model = ["--model", "test_rank:net", "--size", "8", "-n", "8"]
     for arguments, message in (
         ([first, *model], "1 checkpoints: a ranking needs at least two; fastlr estimate"),
@@ -211,7 +218,8 @@ def stores(tmp_path):
 
 
 def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
-    files, record = [str(path) for path in checkpoints.values()], tmp_path / "rank.json"
+    files = [str(path) for path in checkpoints.values()]
+    record = tmp_path / "rank.json"
     data = ["--source", stores["source"], "--target", stores["target"], "--batch-size", "16"]
     by = [
         "--by",
@@ -227,10 +235,8 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
     ].splitlines()
     assert table[1].split() == "checkpoint max LR probe † val. loss dormant weight norm".split()
     assert [line.split()[0] for line in table[2:]] == [path.name for path in checkpoints.values()]
-    assert (
-        max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
-        and "Checkpoints by local redundancy" in out
-    )
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    assert "Checkpoints by local redundancy" in out
     found = json.loads(record.read_text())["strategies"]
     assert list(found) == [
         "local_redundancy",
@@ -240,7 +246,8 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
         "weight_norm",
     ]
     source = ImageStore.open(stores["source"])
-    (x, y), (seen, _) = source.load(range(3), "test"), source.load(range(3), "train")
+    (x, y) = source.load(range(3), "test")
+    (seen, _) = source.load(range(3), "train")
     for name, path in checkpoints.items():
         model = net().eval()
         model.load_state_dict(torch.load(path, weights_only=True))
@@ -294,7 +301,8 @@ def test_strategies_of_series(tmp_path, cli):
 
 def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, cli):
     files = checkpoints.values()
-    source, target = ["--source", stores["source"]], ["--target", stores["target"]]
+    source = ["--source", stores["source"]]
+    target = ["--target", stores["target"]]
     for arguments, message in (
         (
             ["--by", "validation_loss"],

@@ -1,7 +1,5 @@
 """Analysis: records read back, correlations (scipy), block bootstrap (simulation), other tables."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -45,10 +43,13 @@ HORIZON = 10
 
 def test_a_run_is_read_back(tmp_path):
     run = read_run(write_run(tmp_path / "run", 30, skip=(4,), resume=(10, 20)))
-    assert len(run) == 30 and run.skipped == [4] and run.resumed == [10, 20]
+    assert len(run) == 30
+    assert run.skipped == [4]
+    assert run.resumed == [10, 20]
     assert run.measures[:2] == ["local_redundancy", "local_redundancy_noise"]
     assert run.definition("weight_norm") == "definition of weight_norm"
-    assert np.isnan(run.accuracy[4]) and np.isfinite(np.delete(run.accuracy, 4)).all()
+    assert np.isnan(run.accuracy[4])
+    assert np.isfinite(np.delete(run.accuracy, 4)).all()
     assert run.untrained["measures"]["weight_norm"]["value"] == 10.0
     assert run.timed == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
     assert sum(run.per_parameter()[3].values()) == pytest.approx(run.measure("local_redundancy")[3])
@@ -67,7 +68,8 @@ def test_future_accuracy_is_of_the_tasks_after_the_boundary(tmp_path):
     run = read_run(write_run(tmp_path / "run", 25, skip=(12,)))
     future = run.future_accuracy()
     # Task 14 is followed by 15..24.
-    assert np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()
+    assert np.isfinite(future[:15]).all()
+    assert np.isnan(future[15:]).all()
     assert future[14] == pytest.approx(run.accuracy[15:25].mean())
     # The skipped task 12 is left out.
     assert future[5] == pytest.approx(np.nanmean(run.accuracy[6:16]))
@@ -90,7 +92,9 @@ def test_a_damaged_line_in_the_middle_is_named_and_the_last_of_two_lines_counts(
         file.write("{broken\n" + json.dumps(again) + "\n")
     with pytest.warns(FastlrWarning, match="line 14 is damaged"):
         run = read_run(folder)
-    assert len(run) == 12 and run.accuracy[3] == 0.25 and np.isnan(run.measure("weight_norm")[3])
+    assert len(run) == 12
+    assert run.accuracy[3] == 0.25
+    assert np.isnan(run.measure("weight_norm")[3])
 
 
 def test_odd_values_are_missing_not_numbers(tmp_path):
@@ -109,8 +113,10 @@ def test_odd_values_are_missing_not_numbers(tmp_path):
         "no record of task 4; no record of task 5; accuracy of task 1 is 'x', which is left out"
         in text
     )
-    assert "accuracy of task 2 is nan" in text and "accuracy of task 3 is inf" in text
-    assert len(run) == 7 and run.config == {}
+    assert "accuracy of task 2 is nan" in text
+    assert "accuracy of task 3 is inf" in text
+    assert len(run) == 7
+    assert run.config == {}
     assert np.isfinite(run.accuracy).tolist() == [True] + [False] * 6
     assert np.isfinite(run.measure("weight_norm")).tolist() == [False, False, True] + [False] * 4
 
@@ -140,10 +146,8 @@ def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
     for other, longest in (("copy", "copy"), ("short", "run")):
         for command in ("report", "ablate", "cost"):
             error = cli(f"{command} {tmp_path / other} {tmp_path / 'run'} --pool", code=2).err
-            assert (
-                "the same seed (0)" in error
-                and f"no further evidence: give {tmp_path / longest} alone" in error
-            )
+            assert "the same seed (0)" in error
+            assert f"no further evidence: give {tmp_path / longest} alone" in error
     set_options(tmp_path / "short", norm_batch=64)
     assert len(read_runs([tmp_path / "short", tmp_path / "run"])) == 2
 
@@ -165,8 +169,10 @@ def test_residuals_are_scipys():
 
 def test_what_has_no_correlation_is_found():
     t, x, _ = _series()
-    assert constant(np.full(50, 1e9 / 3)) and not constant(1e9 + x)
-    assert straight(3e5 - 0.1 * t, t) and not straight(3e5 - 0.1 * t + 1e-3 * x, t)
+    assert constant(np.full(50, 1e9 / 3))
+    assert not constant(1e9 + x)
+    assert straight(3e5 - 0.1 * t, t)
+    assert not straight(3e5 - 0.1 * t + 1e-3 * x, t)
     for method in METHODS:
         assert math.isnan(correlation(method, np.ones(9), np.arange(9.0)))
 
@@ -181,14 +187,19 @@ def test_correlations_of_a_run_are_scipys_on_the_same_residuals(tmp_path):
             x = run.measure(c.measure)
             known = np.isfinite(x) & np.isfinite(y)
             if c.note:
-                assert c.transform == "log" and (x[known] <= 0).any() and math.isnan(c.value)
+                assert c.transform == "log"
+                assert (x[known] <= 0).any()
+                assert math.isnan(c.value)
                 continue
             x = np.log(x[known]) if c.transform == "log" else x[known]
             x = residuals(x, task[known]) if c.kind == "partial" else x
             of = stats.pearsonr if c.method == "pearson" else stats.spearmanr
             assert c.value == pytest.approx(of(x, residuals(y[known], task[known]))[0], abs=1e-10)
-            assert c.n == known.sum() and c.naive == pytest.approx(1 / math.sqrt(c.n))
-            assert c.low < c.value < c.high and c.stderr > 0 and 0 < c.smallest <= 1
+            assert c.n == known.sum()
+            assert c.naive == pytest.approx(1 / math.sqrt(c.n))
+            assert c.low < c.value < c.high
+            assert c.stderr > 0
+            assert 0 < c.smallest <= 1
 
 
 def test_resampled_correlations_are_those_of_the_written_out_resample():
@@ -203,12 +214,11 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
         }
         for row, w in enumerate(weights.astype(int)):
             tt, xx, yy = (np.repeat(each, w) for each in (t, x, y))
-            a, b = residuals(xx, tt) if partial else xx, residuals(yy, tt)
+            a = residuals(xx, tt) if partial else xx
+            b = residuals(yy, tt)
             # Copies of one task differ by rounding, which would break their ties.
-            a, b = (
-                np.round(a, 9),
-                np.round(b, 9),
-            )
+            a = np.round(a, 9)
+            b = np.round(b, 9)
             assert fast["pearson"][row] == pytest.approx(stats.pearsonr(a, b)[0], abs=1e-7)
             assert fast["spearman"][row] == pytest.approx(stats.spearmanr(a, b)[0], abs=1e-7)
 
@@ -237,7 +247,8 @@ def test_the_lead_of_local_redundancy_is_paired(tmp_path):
         if name == "local_redundancy":
             assert math.isnan(c.lead)
             continue
-        assert c.lead == pytest.approx(first.value - c.value) and c.lead_stderr > 0
+        assert c.lead == pytest.approx(first.value - c.value)
+        assert c.lead_stderr > 0
         if name == "local_redundancy_next_task":
             # Nearly the same series: far less than independent errors would give.
             assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
@@ -284,7 +295,9 @@ def test_the_same_seed_gives_the_same_errors(tmp_path):
     one, two, other = (
         correlations([run], ["weight_norm"], resamples=100, seed=s)[0] for s in (1, 1, 2)
     )
-    assert one == two and one.stderr != other.stderr and one.value == other.value
+    assert one == two
+    assert one.stderr != other.stderr
+    assert one.value == other.value
 
 
 @pytest.mark.parametrize(
@@ -307,11 +320,13 @@ def test_wrong_arguments_are_named(tmp_path, runs, options, words):
 
 def test_blocks_are_whole_and_every_task_is_drawn_as_often():
     weights = block_weights(100, 30, 4000, np.random.default_rng(0))
-    assert (weights.sum(1) == 100).all() and weights.min() == 0
+    assert (weights.sum(1) == 100).all()
+    assert weights.min() == 0
     assert abs(weights.mean(0) - 1).max() < 5 * math.sqrt(1.0 / 4000)
     changes = (np.diff(weights, axis=1) != 0).sum(1)
     assert changes.max() <= 8  # four blocks have at most eight ends
-    assert block_length(60) == 30 and block_length(3000) >= 30
+    assert block_length(60) == 30
+    assert block_length(3000) >= 30
 
 
 def test_the_mean_error_of_few_is_scipys():
@@ -329,7 +344,8 @@ def test_the_error_of_a_mean_knows_of_neighbours():
 
 def test_the_interval_widens_with_few_blocks_and_fails_honestly():
     replicates = 0.1 * np.random.default_rng(0).standard_normal(1000)
-    wide, narrow = interval(0.2, replicates, 4), interval(0.2, replicates, 100)
+    wide = interval(0.2, replicates, 4)
+    narrow = interval(0.2, replicates, 100)
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
     assert narrow.smallest == pytest.approx(
         math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05
@@ -384,7 +400,8 @@ def _coverage(n, runs, resamples, effect):
 def test_intervals_cover_the_truth_where_naive_errors_would_not():
     covered, ratio = _coverage(1000, runs=60, resamples=100, effect=0.0)
     assert min(covered.values()) >= 0.85  # 95 % less three and a half standard errors of 60 trials
-    assert min(ratio.values()) > 0.75 and max(ratio.values()) < 1.35
+    assert min(ratio.values()) > 0.75
+    assert max(ratio.values()) < 1.35
     rng = np.random.default_rng(0)
     naive = 0
     for _ in range(60):
@@ -409,11 +426,11 @@ def test_forgetting_by_blocks(tmp_path):
     whole, *blocks = forgetting_by_blocks(runs)
     lost = np.concatenate([run.forgetting for run in runs])
     assert (whole.first, whole.last, whole.n) == (0, 99, int(np.isfinite(lost).sum()))
-    assert whole.mean == pytest.approx(np.nanmean(lost)) and whole.stderr > 0
+    assert whole.mean == pytest.approx(np.nanmean(lost))
+    assert whole.stderr > 0
     assert whole.right_after - whole.one_later == pytest.approx(whole.mean)
-    assert [b.first for b in blocks] == list(range(0, 100, 10)) and sum(
-        b.n for b in blocks
-    ) == whole.n
+    assert [b.first for b in blocks] == list(range(0, 100, 10))
+    assert sum(b.n for b in blocks) == whole.n
     part = runs[0].forgetting[90:]
     assert blocks[-1].stderr == pytest.approx(stats.sem(part[np.isfinite(part)]))
 
@@ -423,8 +440,10 @@ def test_costs_are_sums_and_shares(tmp_path):
     found = {cost.name: cost for cost in costs(runs)}
     assert list(found) == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
     cost = found["local_redundancy"]
-    assert cost.n == 50 and cost.total == pytest.approx(2 * 3.0 + 48 * 0.2)
-    assert cost.median == 0.2 and cost.share == pytest.approx(cost.total / 500)
+    assert cost.n == 50
+    assert cost.total == pytest.approx(2 * 3.0 + 48 * 0.2)
+    assert cost.median == 0.2
+    assert cost.share == pytest.approx(cost.total / 500)
     assert found["train"].share == 1.0
     whole, of_measures = (
         (sum(found[name].total for name in names)) / 50 for names in (found, list(found)[2:])
@@ -448,7 +467,9 @@ def test_agreement_is_defined_as_it_says(tmp_path):
         assert a.squared_error == pytest.approx(np.mean((u - v) ** 2))
         assert a.identity == pytest.approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
         assert a.mse == pytest.approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
-        assert a.ratio == pytest.approx(stats.gmean(x / y)) and a.n == 95 and a.stderr > 0
+        assert a.ratio == pytest.approx(stats.gmean(x / y))
+        assert a.n == 95
+        assert a.stderr > 0
     assert found["local_redundancy", "log"].r > found["local_redundancy_noise", "log"].r
     sheet = ablation_sheet(list(found.values()))
     assert [row[sheet.columns.index("MSE")] for row in sheet.rows] == [

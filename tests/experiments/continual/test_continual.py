@@ -1,7 +1,5 @@
 """The continual-learning driver: its records, its training against plain torch, and kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -85,7 +83,9 @@ def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
     first, before, last = begin(tmp_path / "run", images, **settings)
     assert (first["kind"], before["kind"], last["kind"]) == ("start", "task", "task")
     assert list(first["measures"]) == list(last["measures"]) == list(MEASURES)
-    assert before["previous_accuracy"] is None and before["task"] == 0 and last["task"] == 1
+    assert before["previous_accuracy"] is None
+    assert before["task"] == 0
+    assert last["task"] == 1
     shared = [key for key in last["seconds"] if "+" in key]
     assert shared == [
         "dormant_ratio+dormant_ratio_tau+batch_grad_norm+effective_rank+srank+feature_rank"
@@ -101,10 +101,8 @@ def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
     assert [line["classes"] for line in (before, last)] == [[p.first, p.second] for p in drawn[:2]]
     assert last["names"] == [store.classes[i] for i in last["classes"]]
     earlier, task, following = (load_task(store, pair) for pair in drawn)
-    assert (
-        last["train_images"] == len(task.train_y) == 22
-        and last["test_images"] == len(task.test_y) == 10
-    )
+    assert last["train_images"] == len(task.train_y) == 22
+    assert last["test_images"] == len(task.test_y) == 10
     model = net()
     model.load_state_dict(checkpoint(tmp_path / "run")["model"])
     model.eval()
@@ -137,10 +135,8 @@ def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
     each = fastlr.estimate(model, fastlr.TensorInputs(x), n=22, seed=3, probe="exact").per_sample
     used = last["measures"]["local_redundancy_next_task"]
     assert used["probe"] == "exact"
-    assert (
-        used["n"] == 20
-        and each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
-    )
+    assert used["n"] == 20
+    assert each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
     assert values["batch_grad_norm"] <= values["train_grad_norm"]
 
 
@@ -174,11 +170,9 @@ def test_only_what_is_not_finite_is_missing_of_a_shared_pass(tmp_path, images, m
     wanted = ("dormant_ratio_tau", "srank", "batch_grad_norm")
     first, *_ = begin(tmp_path / "run", images, tasks=1, measures=wanted, on_nan="skip")
     values = {name: measure["value"] for name, measure in first["measures"].items()}
-    assert (
-        values["srank"] is None
-        and values["dormant_ratio_tau"] >= 0
-        and values["batch_grad_norm"] > 0
-    )
+    assert values["srank"] is None
+    assert values["dormant_ratio_tau"] >= 0
+    assert values["batch_grad_norm"] > 0
     with pytest.raises(NonFiniteError, match="after task -1: srank: the features are not finite"):
         begin(tmp_path / "stops", images, tasks=1, measures=wanted)
 
@@ -255,7 +249,8 @@ def test_the_presets_are_those_of_the_papers():
         100,
         0.9,
     )
-    assert dohare.optimiser == "sgd" and dohare.head_reset
+    assert dohare.optimiser == "sgd"
+    assert dohare.head_reset
     assert paper.measures == MEASURES, "the ablation's, too: Table 4 is made of them"
     table5 = resolve(ContinualOptions, PRESETS, "table5", {})
     assert vars(table5) == {**vars(paper), "tasks": 500, "measures": OF_THE_TABLES}
@@ -308,14 +303,13 @@ def test_the_command(tmp_path, images, cli):
         "quiet without a terminal"
     )
     config = json.loads((tmp_path / "run/config.json").read_text())
-    assert (
-        config["options"]["seed"] == 5
-        and config["options"]["tasks"] == 2
-        and config["preset"] == "demo"
-    )
+    assert config["options"]["seed"] == 5
+    assert config["options"]["tasks"] == 2
+    assert config["preset"] == "demo"
     assert config["data"]["digest"] == ImageStore.open(images).digest
     assert config["versions"]["torch"] == torch.__version__
-    assert config["device"] == "cpu" and config["machine"].endswith(("1 thread", "threads"))
+    assert config["device"] == "cpu"
+    assert config["machine"].endswith(("1 thread", "threads"))
     cli(f"continual --resume --out {tmp_path / 'run'} --tasks 3")
     assert [line["kind"] for line in lines(tmp_path / "run")] == [
         "start",
@@ -434,3 +428,23 @@ def test_progress_goes_from_epoch_to_epoch(tmp_path, images):
         *[(0, 1, False), (0, 2, False), (1, 0, True)],
         *[(1, 1, False), (1, 2, False), (2, 0, True)],
     ]
+
+
+def test_local_redundancy_by_batches_is_the_estimators(tmp_path, images):
+    """A record of redundancy_probe=batch is of batches, and says so."""
+    settings = {
+        "redundancy_probe": "batch",
+        "redundancy_batch": 5,
+        "measures": ("local_redundancy",),
+    }
+    *_, last = begin(tmp_path / "run", images, **settings)
+    found = last["measures"]["local_redundancy"]
+    assert (found["n"], found["probe"]) == (4, "batch")  # of 20 images
+    assert found["definition"].startswith("local redundancy: mean over 20 synthetic shapes of ")
+    assert found["definition"].endswith("; by batches of 5: 5 ||gradient of the batch's mean||^2")
+    state = checkpoint(tmp_path / "run")
+    model = net()
+    model.load_state_dict(state["model"])
+    shapes = fastlr.ShapeImages(size=(3, 8, 8))
+    wanted = fastlr.estimate(model, shapes, n=20, probe="batch", batch_size=5, seed=0)
+    assert found["value"] == pytest.approx(wanted.value, rel=1e-4)

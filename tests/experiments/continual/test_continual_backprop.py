@@ -1,7 +1,5 @@
 """Continual backprop: the paper's rule step by step, new units, the function, and dead units."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -19,29 +17,28 @@ from fastlr.experiments.data import synthetic_store
 STORE = synthetic_store(classes=3, size=8, train=11, test=5)
 
 
-def hidden() -> nn.Module:
+def hidden():
     return nn.Sequential(
         nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 2)
     )
 
 
-class Block(nn.Module):
+class MobileBlock(nn.Module):
     """A small MobileNetV3 block: expansion, depthwise, squeeze-and-excitation, projection.
 
     The projection has no bias unless ``bias`` is true.
     """
 
-    def __init__(self, num_classes: int = 2, bias: bool = False) -> None:
+    def __init__(self, num_classes=2, bias=False):
         super().__init__()
-        self.stem, self.expand = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1, bias=False)
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.expand = nn.Conv2d(4, 6, 1, bias=False)
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
         self.project = nn.Conv2d(6, 4, 1, bias=bias)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (6, 6, 4))
-        self.down, self.up, self.head = (
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-            nn.Linear(4, num_classes),
-        )
+        self.down = nn.Conv2d(6, 3, 1)
+        self.up = nn.Conv2d(3, 6, 1)
+        self.head = nn.Linear(4, num_classes)
 
     def forward(self, x):
         x = self.stem(x)
@@ -61,12 +58,12 @@ def made(network=hidden, **settings):
     return learner, cbp, initial
 
 
-def batch(n: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(n=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, 3, 8, 8, generator=generator), torch.randint(2, (n,), generator=generator)
 
 
-def step(learner, cbp, seed: int = 0) -> torch.Tensor:
+def step(learner, cbp, seed=0):
     """Take one optimiser step in two passes, as the trainer does; return the hidden activations."""
     x, y = batch(seed=seed)
     learner.optimiser.zero_grad()
@@ -121,7 +118,9 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
                 )
                 assert len(set(after[f"{name}.weight"][i].tolist())) > 3
                 shift[follows[name]] += outgoing[:, i] * mean[name][i] / (1 - 0.9 ** age[name][i])
-                utility[name][i], mean[name][i], age[name][i] = 0.0, 0.0, 0
+                utility[name][i] = 0.0
+                mean[name][i] = 0.0
+                age[name][i] = 0
                 changed[f"{name}.weight"][i] = changed[f"{name}.bias"][i] = drawn[f"{name}.weight"][
                     i
                 ] = True
@@ -132,15 +131,14 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
             wanted = before[name] + (shift[name[0]] if name in ("3.bias", "5.bias") else 0)
             torch.testing.assert_close(after[name][same], wanted[same], rtol=1e-5, atol=1e-7)
             for key, value in learner.optimiser.state[p].items():
-                assert (
-                    torch.equal(value[same], kept[name][key][same])
-                    and not value[changed[name]].any()
-                )
+                assert torch.equal(value[same], kept[name][key][same])
+                assert not value[changed[name]].any()
         for layer in cbp.layers:
             name = layer.units.name
             torch.testing.assert_close(layer.utility.tolist(), utility[name], rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(layer.means[0].tolist(), mean[name], rtol=1e-4, atol=1e-7)
-            assert layer.ages.tolist() == age[name] and layer.owed == pytest.approx(owed[name])
+            assert layer.ages.tolist() == age[name]
+            assert layer.owed == pytest.approx(owed[name])
     assert 20 < total == sum(cbp.record()["replaced"].values())
 
 
@@ -175,7 +173,7 @@ def test_the_function_changes_by_the_deviation_from_the_mean_only():
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
     """Units without outgoing weights are replaced, batch norms too; the outputs stay the same."""
-    learner, cbp, initial = made(Block, cbp_transfer=False)
+    learner, cbp, initial = made(MobileBlock, cbp_transfer=False)
     x, y = batch(30)
     for _ in range(20):
         F.cross_entropy(learner.model(x), y).backward()
@@ -190,10 +188,10 @@ def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
         cbp.replace(layer, torch.tensor([0, 3]))
         assert torch.equal(model(x), before)
     for name in ("expand.weight", "depthwise.weight", "up.weight"):
-        new, old = dict(model.named_parameters())[name].detach(), state[name]
-        assert not (new[[0, 3]] == old[[0, 3]]).any() and torch.equal(
-            new[[1, 2, 4, 5]], old[[1, 2, 4, 5]]
-        )
+        new = dict(model.named_parameters())[name].detach()
+        old = state[name]
+        assert not (new[[0, 3]] == old[[0, 3]]).any()
+        assert torch.equal(new[[1, 2, 4, 5]], old[[1, 2, 4, 5]])
         assert set(new[[0, 3]].flatten().tolist()) <= set(initial[name].flatten().tolist())
     model.load_state_dict(state)
     cbp.replace(layer, torch.tensor([0, 3]))
@@ -211,7 +209,7 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
     outputs = []
     x, y = batch(30)
     for bias in (False, True):
-        learner, cbp, initial = made(partial(Block, bias=bias), cbp_decay=0.5)
+        learner, cbp, initial = made(partial(MobileBlock, bias=bias), cbp_decay=0.5)
         generator = torch.Generator().manual_seed(0)
         for name, p in learner.model.named_parameters():
             p.data = (
@@ -278,7 +276,7 @@ def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
 
 def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, images):
     settings = {
-        "model": "test_continual_backprop:Block",
+        "model": "test_continual_backprop:MobileBlock",
         "measures": (),
         "cbp_rate": 0.1,
         "cbp_maturity": 2,

@@ -1,7 +1,5 @@
 """Training in the continual-learning driver: plain torch's, interventions, non-finite losses."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -112,12 +110,14 @@ def test_fused_steps_are_the_same_but_for_rounding(task, optimiser):
     a, b = (
         trainer(fused=fused, optimiser=optimiser, learning_rate=1e-3) for fused in (True, False)
     )
-    assert a.optimiser.param_groups[0]["fused"] and not b.optimiser.param_groups[0]["fused"]
+    assert a.optimiser.param_groups[0]["fused"]
+    assert not b.optimiser.param_groups[0]["fused"]
     assert a.learn(task, 0) == pytest.approx(b.learn(task, 0), rel=1e-4)
 
 
 def test_the_whole_batch_when_norm_batch_is_zero(task):
-    a, b = trainer(norm_batch=0, flip=False), trainer(norm_batch=12, flip=False)
+    a = trainer(norm_batch=0, flip=False)
+    b = trainer(norm_batch=12, flip=False)
     assert a.learn(task, 0) == b.learn(task, 0)
 
 
@@ -125,7 +125,8 @@ def test_every_image_once_an_epoch_half_of_them_mirrored(task):
     learner = trainer(network=Watching, epochs=20)
     learner.learn(task, 0)
     seen = torch.cat(learner.model.seen)
-    assert len(seen) == 20 * 22 and max(map(len, learner.model.seen)) == 6
+    assert len(seen) == 20 * 22
+    assert max(map(len, learner.model.seen)) == 6
     originals, mirrored = normalise(task.train_x), 0
     for epoch in seen.split(22):
         as_they_are = (epoch[:, None] == originals).flatten(2).all(2)
@@ -163,9 +164,8 @@ def test_bfloat16(tmp_path, images):
         ]["local_redundancy"]
         for dtype in ("bf16", "fp32")
     )
-    assert (
-        bf16["value"] == pytest.approx(fp32["value"], rel=0.03) and bf16["value"] != fp32["value"]
-    )
+    assert bf16["value"] == pytest.approx(fp32["value"], rel=0.03)
+    assert bf16["value"] != fp32["value"]
     assert all(
         v.dtype == torch.float32
         for k, v in checkpoint(tmp_path / "bf16")["model"].items()
@@ -188,7 +188,8 @@ def test_shrink_and_perturb_moves_every_parameter():
     again, other = copy.deepcopy(before), copy.deepcopy(before)
     plain.shrink_and_perturb(again, 0.4, 0.01, seed=7)
     plain.shrink_and_perturb(other, 0.4, 0.01, seed=8)
-    assert torch.equal(again.weight, model.weight) and not torch.equal(other.weight, model.weight)
+    assert torch.equal(again.weight, model.weight)
+    assert not torch.equal(other.weight, model.weight)
     plain.shrink_and_perturb(before, 0.0, 0.0, seed=7)
     assert not before.weight.any()
 
@@ -261,20 +262,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images, settings, epo
         match=f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate",
     ):
         begin(tmp_path / "run", images, **settings)
-    assert len(lines(tmp_path / "run")) == 1 and checkpoint(tmp_path / "run")["position"] == 0
+    assert len(lines(tmp_path / "run")) == 1
+    assert checkpoint(tmp_path / "run")["position"] == 0
 
 
 def test_or_the_task_is_skipped(tmp_path, images):
     settings = {"optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e30, "on_nan": "skip"}
     records = begin(tmp_path / "run", images, measures=("distance_from_init",), **settings)[1:]
     for line in records:
-        assert (
-            line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
-        )
+        assert line["skipped"] == "nan loss"
+        assert line["measures"]["distance_from_init"]["value"] == 0
         assert line["accuracy"] is line["previous_accuracy"] is line["train_loss"] is None
-    state, initial = (
-        checkpoint(tmp_path / "run"),
-        torch.load(tmp_path / "run/checkpoints/initial.pt"),
-    )
+    state = checkpoint(tmp_path / "run")
+    initial = torch.load(tmp_path / "run/checkpoints/initial.pt")
     assert_same(dict(state["model"]), dict(initial))
-    assert len(records) == 3 and not state["optimiser"]["state"]
+    assert len(records) == 3
+    assert not state["optimiser"]["state"]

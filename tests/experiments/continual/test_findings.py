@@ -1,9 +1,5 @@
 """The sentences of a report follow from the numbers, and say so where nothing can be told."""
 
-from __future__ import annotations
-
-import html
-
 import numpy as np
 import pytest
 from continual_runs import read_lines, write_lines, write_run
@@ -16,7 +12,6 @@ from fastlr.experiments.continual.findings import (
     findings,
     rank_correlation,
 )
-from fastlr.experiments.continual.report import write_report
 
 
 def run_of(folder, accuracy, redundancy):
@@ -36,15 +31,16 @@ def test_rank_correlations_are_scipys_with_the_same_and_the_next_task(tmp_path):
     redundancy = rng.lognormal(size=300)
     accuracy = 0.5 + 0.1 * np.tanh(np.log(redundancy)) + 0.02 * rng.normal(size=300)
     run = run_of(tmp_path / "run", accuracy, redundancy)
-    same, following = rank_correlation([run], 0), rank_correlation([run], 1)
+    same = rank_correlation([run], 0)
+    following = rank_correlation([run], 1)
     assert same.value == pytest.approx(stats.spearmanr(redundancy, accuracy).statistic)
     assert following.value == pytest.approx(
         stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic
     )
-    assert (same.n, following.n) == (300, 299) and 0.9 < same.low < same.value < same.high
-    assert describe(same).endswith("300 tasks)") and describe(following).endswith(
-        "which cannot be told from 0"
-    )
+    assert (same.n, following.n) == (300, 299)
+    assert 0.9 < same.low < same.value < same.high
+    assert describe(same).endswith("300 tasks)")
+    assert describe(following).endswith("which cannot be told from 0")
     assert rank_correlation([run], 0) == same
 
 
@@ -76,18 +72,3 @@ def test_the_course_is_of_the_first_and_the_last_fifth(tmp_path):
         f"{error:.1f} % (last fifth), local redundancy, by its median, from 100 to 5."
     )
     assert "too few to compare" in course([run_of(tmp_path / "four", np.ones(4), np.ones(4))])
-
-
-def test_sentences_come_first_and_tables_are_folded_away_under_names_of_their_own(tmp_path):
-    report = write_report([write_run(tmp_path / "run", 120)], resamples=100)
-    page, titles = report.page.read_text(), [sheet.title for sheet in report.sheets]
-    assert (
-        len(titles) == len(set(titles))
-        and sum(title.startswith("Table 1:") for title in titles) == 1
-    )
-    first_table = page.index("<details")
-    assert page.index("<img") < first_table and len(report.findings) == 4
-    for sentence in report.findings:
-        assert page.index(html.escape(sentence, quote=False)[:30]) < first_table
-    assert page.count("<details") == page.count("</details>") > len(titles)
-    assert report.findings[0] in (report.folder / "report.md").read_text()

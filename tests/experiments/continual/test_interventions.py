@@ -1,7 +1,5 @@
 """Replay and EWC follow their papers; with any intervention a resumed run is an unbroken one."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -41,14 +39,14 @@ from fastlr.experiments.training.optim import spans
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory) -> str:
+def images(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "store"
     synthetic_store(path, classes=4, size=8, train=11, test=5)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def store(images) -> ImageStore:
+def store(images):
     return ImageStore.open(images)
 
 
@@ -109,7 +107,8 @@ def test_a_skipped_task_leaves_no_trace_in_them(store):
     learner = started(store, **{**EVERY_INTERVENTION, "on_nan": "skip"})
     first, second = (load_task(store, pair) for pair in pairs(4, 2))
     assert learner.learn(first, 0) is not None
-    before, image = copy.deepcopy(learner.state()), learner.replay.images.clone()
+    before = copy.deepcopy(learner.state())
+    image = learner.replay.images.clone()
     broken = second._replace(train_y=second.train_y.clone())
     learner.model.register_forward_hook(
         lambda module, args, z: z * math.nan if module.training else z
@@ -129,7 +128,8 @@ def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_or_name
         optimiser="sgd",
         on_nan=on_nan,
     )
-    before, task = copy.deepcopy(learner.state()), load_task(store, pairs(4, 1)[0])
+    before = copy.deepcopy(learner.state())
+    task = load_task(store, pairs(4, 1)[0])
     if on_nan == "skip":
         assert learner.learn(task, 0) is None
         assert_same(before, learner.state())
@@ -144,7 +144,8 @@ def test_off_by_default(store):
     for preset in PRESETS:
         assert asked_for(resolve(ContinualOptions, PRESETS, preset, {})) == []
     learner = started(store)
-    assert learner.interventions == [] and type(learner.optimiser) is torch.optim.AdamW
+    assert learner.interventions == []
+    assert type(learner.optimiser) is torch.optim.AdamW
 
 
 # -- a floor under local redundancy
@@ -171,7 +172,8 @@ def test_below_the_floor_the_penalty_has_its_gradient(store, floor):
         values.append(float(value.detach()))
         weights = [0.99 ** (step - k) for k in range(step + 1)]
         running = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-        assert intervention.running == pytest.approx(running, rel=1e-6) and running > 0
+        assert intervention.running == pytest.approx(running, rel=1e-6)
+        assert running > 0
         wanted = torch.autograd.grad(-0.5 * value / running, parameters, allow_unused=True)
         for p, want in zip(parameters, wanted, strict=True):
             want = torch.zeros_like(p) if want is None or floor < 1 else want
@@ -195,10 +197,8 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
     learner = started(store, reset_every=2, reset_layers=1, dtype="fp32")
     (reset,) = learner.interventions
     assert reset.about() == {"layers": ["4"], "every": 2}
-    initial, tasks = (
-        copy.deepcopy(learner.model.state_dict()),
-        [load_task(store, pair) for pair in pairs(4, 3)],
-    )
+    initial = copy.deepcopy(learner.model.state_dict())
+    tasks = [load_task(store, pair) for pair in pairs(4, 3)]
     for number, task in enumerate(tasks[:2]):
         learner.learn(task, number)
         assert reset.record() == {}
@@ -217,7 +217,8 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
             assert torch.equal(value, before[name]), "what comes before goes on"
     for name, p in learner.model.named_parameters():
         zeros = [not value.any() for value in learner.optimiser.state[p].values()]
-        assert all(zeros) == name.startswith("4.") and (all(zeros) or not any(zeros))
+        assert all(zeros) == name.startswith("4.")
+        assert all(zeros) or not any(zeros)
     again = started(store, reset_every=2, reset_layers=1, dtype="fp32")
     again.interventions[0].before_task(tasks[2], 2)
     assert torch.equal(again.model.state_dict()["4.weight"], after["4.weight"]), (
@@ -232,9 +233,9 @@ def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
     learner.learn(load_task(store, (0, 1)), 0)
     reset.before_task(load_task(store, (2, 3)), 1)
     norm = learner.model[1]
-    assert (
-        not norm.running_mean.any() and (norm.running_var == 1).all() and (norm.weight == 1).all()
-    )
+    assert not norm.running_mean.any()
+    assert (norm.running_var == 1).all()
+    assert (norm.weight == 1).all()
     with pytest.raises(
         InputError, match="reset_layers=3: the model has 2 layers; 0 resets them all"
     ):
@@ -262,10 +263,8 @@ def test_the_memory_is_a_uniform_sample_of_all_earlier_images(store):
             memory.images, memory.labels, memory.origin.tolist()
         ):
             counts[number, row] += 1
-            assert (
-                torch.equal(image, tasks[number].train_x[row])
-                and label == tasks[number].train_y[row]
-            )
+            assert torch.equal(image, tasks[number].train_x[row])
+            assert label == tasks[number].train_y[row]
     wanted = 300 * 12 / 66
     assert ((counts - wanted).square() / (wanted * (1 - 12 / 66))).sum() < 66 + 4 * (
         2 * 66
@@ -304,10 +303,8 @@ def test_every_batch_has_its_share_of_the_memory(store, share, counts):
     learner.model.seen.clear()
     learner.learn(tasks[1], 1)
     # All of it is in the memory.
-    own, memory = (
-        normalise(tasks[1].train_x),
-        normalise(tasks[0].train_x),
-    )
+    own = normalise(tasks[1].train_x)
+    memory = normalise(tasks[0].train_x)
 
     def matches(x, of):
         return (x[:, None] == of).flatten(2).all(2)
@@ -389,10 +386,8 @@ def test_the_penalty_is_what_autograd_says(store):
     ewc.add_gradients()
     for p, g in zip(learner.model.parameters(), wanted):
         torch.testing.assert_close(p.grad, 1 + g)
-    assert (
-        ewc.penalty() == pytest.approx(penalty.item(), rel=1e-5)
-        and ewc.record()["penalty"] < ewc.penalty()
-    )
+    assert ewc.penalty() == pytest.approx(penalty.item(), rel=1e-5)
+    assert ewc.record()["penalty"] < ewc.penalty()
 
 
 def test_a_head_that_is_reset_is_not_held(store):

@@ -1,7 +1,5 @@
 """Image stores that live on: killed runs, damaged stores, full disks, two processes on a folder."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from data_sources import SIZE, content, imagenet, pixels, save
@@ -21,7 +18,7 @@ from fastlr.experiments.data import ImageStore, prepare
 from fastlr.experiments.data import workers as workers_module
 
 
-def big_source(root: Path) -> Path:
+def big_source(root):
     """A source that takes about two seconds of decoding."""
     files = []
     for i in range(24):
@@ -43,7 +40,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     out = tmp_path / "store"
     journal = out / "blocks.jsonl"
 
-    def lines() -> int:
+    def lines():
         return journal.read_text().count("\n") if journal.exists() else -1
 
     for wanted, workers in ((0, 2), (3, 1)):
@@ -118,9 +115,12 @@ def test_damage_is_found_and_mended(tmp_path, harm, cli):
 def test_rerun_of_a_finished_store_decodes_nothing(tmp_path):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
     prepare(source, out, size=SIZE, workers=1)
-    before, changed, seen = content(out), (out / "images.u8").stat().st_mtime_ns, []
+    before = content(out)
+    changed = (out / "images.u8").stat().st_mtime_ns
+    seen = []
     prepare(source, out, size=SIZE, workers=1, progress=lambda what, done, total: seen.append(what))
-    assert set(seen) == {"checking"} and content(out) == before
+    assert set(seen) == {"checking"}
+    assert content(out) == before
     assert (out / "images.u8").stat().st_mtime_ns == changed
 
 
@@ -146,7 +146,10 @@ def test_other_settings_or_files_are_refused(tmp_path):
 def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
     out.mkdir()
-    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); f.write('77'); f.flush(); print(flush=True); time.sleep(60)"  # noqa: E501
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "f.write('77'); f.flush(); print(flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", hold, str(out / ".lock")], stdout=subprocess.PIPE
     )
@@ -159,12 +162,13 @@ def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
         process.communicate()
     refused = []
 
-    def again(*_) -> None:
+    def again(*_):
         with pytest.raises(InputError, match=f"is being written by process {os.getpid()} on"):
             prepare(source, out, size=SIZE, workers=1)
         refused.append(True)
 
-    assert prepare(source, out, size=SIZE, workers=1, progress=again).damaged() == [] and refused
+    assert prepare(source, out, size=SIZE, workers=1, progress=again).damaged() == []
+    assert refused
 
 
 def test_full_disk(tmp_path, monkeypatch, cli):

@@ -1,7 +1,5 @@
 """Tasks from an image store: pairs of classes, prefetching, normalisation, the embedded data."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading
@@ -33,15 +31,15 @@ from fastlr.experiments.data.synthetic import texture_images
 
 
 @pytest.fixture(scope="module")
-def store() -> ImageStore:
+def store():
     return synthetic_store(classes=5, size=16, train=6, test=3)
 
 
-def unordered(drawn) -> list[tuple[int, int]]:
+def unordered(drawn):
     return [tuple(sorted(pair[:2])) for pair in drawn]
 
 
-def chi_square(counts: np.ndarray) -> float:
+def chi_square(counts):
     """(statistic - degrees of freedom) in standard deviations."""
     expected, degrees = counts.sum() / counts.size, counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
@@ -51,19 +49,23 @@ def test_pairs_rounds():
     drawn = pairs(12, 200, seed=3)
     rounds = [drawn[i : i + 66] for i in range(0, 200, 66)]
     for turn, part in enumerate(rounds):
-        assert len(set(unordered(part))) == len(part) and {pair.round for pair in part} == {turn}
+        assert len(set(unordered(part))) == len(part)
+        assert {pair.round for pair in part} == {turn}
         assert all(
             pair.first != pair.second and 0 <= min(pair[:2]) and max(pair[:2]) < 12 for pair in part
         )
-    assert set(unordered(rounds[0])) == set(unordered(rounds[1])) and len(rounds[0]) == 66
+    assert set(unordered(rounds[0])) == set(unordered(rounds[1]))
+    assert len(rounds[0]) == 66
     assert unordered(rounds[0]) != unordered(rounds[1])
 
 
 def test_pairs_are_a_function_of_seed_and_position():
     drawn = pairs(12, 200, seed=3)
-    assert pairs(12, 50, seed=3) == drawn[:50] and pairs(12, 90, seed=3, start=60) == drawn[60:150]
+    assert pairs(12, 50, seed=3) == drawn[:50]
+    assert pairs(12, 90, seed=3, start=60) == drawn[60:150]
     assert all(pairs(12, 1, seed=3, start=k) == [drawn[k]] for k in (0, 65, 66, 131, 132, 199))
-    assert pairs(12, 200, seed=4) != drawn and pairs(12, 0) == []
+    assert pairs(12, 200, seed=4) != drawn
+    assert pairs(12, 0) == []
     # These bytes hold on every machine.
     digest = hashlib.sha256(
         repr([tuple(pair) for pair in pairs(1000, 3000, seed=0)]).encode()
@@ -81,7 +83,8 @@ def test_pairs_are_uniform():
         last[drawn[14][:2]] += 1
         label += drawn[7].first < drawn[7].second
     off = ~np.eye(6, dtype=bool)
-    assert abs(chi_square(first[off])) < 4 and abs(chi_square(last[off])) < 4
+    assert abs(chi_square(first[off])) < 4
+    assert abs(chi_square(last[off])) < 4
     assert abs(label - seeds / 2) < 4 * (seeds / 4) ** 0.5
     counts = Counter(c for pair in pairs(1000, 20000, seed=1) for c in pair[:2])
     assert abs(chi_square(np.array([counts[c] for c in range(1000)]))) < 4
@@ -97,8 +100,10 @@ def test_pairs_refuse(arguments):
 
 def test_load_task(store):
     task = load_task(store, (3, 1))
-    assert task.train_x.shape == (12, 3, 16, 16) and task.test_x.shape == (6, 3, 16, 16)
-    assert task.train_y.tolist() == [0] * 6 + [1] * 6 and task.test_y.tolist() == [0] * 3 + [1] * 3
+    assert task.train_x.shape == (12, 3, 16, 16)
+    assert task.test_x.shape == (6, 3, 16, 16)
+    assert task.train_y.tolist() == [0] * 6 + [1] * 6
+    assert task.test_y.tolist() == [0] * 3 + [1] * 3
     assert torch.equal(task.train_x[:6], texture_images(3, 0, 6, size=16))
     assert torch.equal(task.test_x[3:], texture_images(1, 6, 9, size=16))
     with pytest.raises(InputError, match="two different"):
@@ -106,7 +111,8 @@ def test_load_task(store):
 
 
 def test_take(store):
-    images, index = load_task(store, (0, 1)).train_x, torch.tensor([7, 0, 0, 11])
+    images = load_task(store, (0, 1)).train_x
+    index = torch.tensor([7, 0, 0, 11])
     taken = take(images, index)
     assert torch.equal(taken, images[index])
     assert taken.is_contiguous(memory_format=torch.channels_last)
@@ -123,7 +129,8 @@ def test_normalise(store, dtype, channels_last):
         torch.testing.assert_close(
             got.double(), wanted, rtol=max(torch.finfo(dtype).eps, 1e-14), atol=1e-6
         )
-        assert got.dtype == dtype and got.is_contiguous(
+        assert got.dtype == dtype
+        assert got.is_contiguous(
             memory_format=torch.channels_last if channels_last else torch.contiguous_format
         )
         assert torch.equal(got, normalise(images, dtype))
@@ -152,11 +159,14 @@ def test_normalise_refuses(store):
             bad()
 
 
-class Watched:
+class NotedStore:
     """A store that records which pairs were loaded, and fails or waits on demand."""
 
-    def __init__(self, store: ImageStore, fail_at: int | None = None) -> None:
-        self.store, self.fail_at, self.loaded, self.threads = store, fail_at, [], set()
+    def __init__(self, store, fail_at=None):
+        self.store = store
+        self.fail_at = fail_at
+        self.loaded = []
+        self.threads = set()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -170,7 +180,7 @@ class Watched:
         return self.store.load(classes, split, **options)
 
 
-def settle(condition) -> bool:
+def settle(condition):
     end = time.monotonic() + 5
     while not condition() and time.monotonic() < end:
         time.sleep(0.002)
@@ -178,7 +188,7 @@ def settle(condition) -> bool:
 
 
 def test_prefetcher_order_and_depth(store):
-    watched, drawn = Watched(store), pairs(5, 14, seed=2)
+    watched, drawn = NotedStore(store), pairs(5, 14, seed=2)
     with Prefetcher(partial(load_task, watched), drawn) as tasks:
         for k, task in enumerate(tasks):
             wanted = load_task(store, drawn[k])
@@ -187,28 +197,29 @@ def test_prefetcher_order_and_depth(store):
             assert settle(lambda ahead=ahead: len(watched.loaded) == ahead)
             time.sleep(0.005)
             assert len(watched.loaded) == ahead
-    assert k == 13 and watched.loaded == [pair[:2] for pair in drawn]
-    assert threading.main_thread() not in watched.threads and not any(
-        thread.is_alive() for thread in watched.threads
-    )
+    assert k == 13
+    assert watched.loaded == [pair[:2] for pair in drawn]
+    assert threading.main_thread() not in watched.threads
+    assert not any(thread.is_alive() for thread in watched.threads)
 
 
 def test_prefetcher_raises_where_the_task_is_asked_for(store):
-    watched = Watched(store, fail_at=2)
+    watched = NotedStore(store, fail_at=2)
     tasks = Prefetcher(partial(load_task, watched), pairs(5, 6))
     next(tasks)
     next(tasks)
     assert settle(lambda: len(watched.loaded) == 3)
     with pytest.raises(OSError, match="the disk is gone"):
         next(tasks)
-    assert not any(thread.is_alive() for thread in watched.threads) and len(watched.loaded) == 3
+    assert not any(thread.is_alive() for thread in watched.threads)
+    assert len(watched.loaded) == 3
     with pytest.raises(InputError, match="closed"):
         next(tasks)
     tasks.close()
 
 
 def test_prefetcher_close_joins(store):
-    watched = Watched(store)
+    watched = NotedStore(store)
     tasks = Prefetcher(partial(load_task, watched), pairs(5, 6))
     next(tasks)
     watched.gate.clear()
@@ -216,7 +227,8 @@ def test_prefetcher_close_joins(store):
     closing.start()
     watched.gate.set()
     closing.join(5)
-    assert not closing.is_alive() and not any(thread.is_alive() for thread in watched.threads)
+    assert not closing.is_alive()
+    assert not any(thread.is_alive() for thread in watched.threads)
     tasks.close()
     with pytest.raises(InputError, match="closed"):
         next(tasks)
@@ -230,9 +242,8 @@ def test_prefetcher_on_a_gpu(store):
     with Prefetcher(partial(load_task, store), drawn, device="cuda") as tasks:
         for task, pair in zip(tasks, drawn, strict=True):
             wanted = load_task(store, pair)
-            assert task.train_x.is_cuda and task.train_x.is_contiguous(
-                memory_format=torch.channels_last
-            )
+            assert task.train_x.is_cuda
+            assert task.train_x.is_contiguous(memory_format=torch.channels_last)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(task, wanted, strict=True))
             assert torch.equal(
                 normalise(task.test_x, torch.bfloat16).cpu(),
@@ -246,9 +257,11 @@ def test_synthetic_store_is_the_same_everywhere(store, tmp_path):
     assert torch.equal(larger.load([2])[0][:6], store.load([2])[0])  # whatever the numbers
     assert torch.equal(texture_images(2, 4, 6, size=16), store.load([2])[0][4:])
     other = synthetic_store(classes=5, size=16, train=6, test=3, seed=1)
-    assert other.digest != store.digest and not torch.equal(other.load([0])[0], store.load([0])[0])
+    assert other.digest != store.digest
+    assert not torch.equal(other.load([0])[0], store.load([0])[0])
     written = synthetic_store(tmp_path / "store", classes=5, size=16, train=6, test=3)
-    assert written.digest == store.digest and written.damaged() == store.damaged() == []
+    assert written.digest == store.digest
+    assert written.damaged() == store.damaged() == []
     assert ImageStore.open(tmp_path / "store").digest == store.digest
     with pytest.raises(InputError, match="is there already"):
         synthetic_store(tmp_path / "store")
@@ -273,21 +286,22 @@ def test_tasks_of_a_store_by_number(store):
 def test_random_labels_are_all_that_changes_from_task_to_task():
     tasks = RandomLabels(images=5000, classes=10, seed=3)
     first, again, second = tasks.load(7), tasks.load(7), tasks.load(8)
-    assert torch.equal(first.train_x, second.train_x) and torch.equal(first.train_y, again.train_y)
-    assert first.train_x.shape == (5000, 3, 8, 8) and first.train_x.is_contiguous(
-        memory_format=torch.channels_last
-    )
-    assert first.test_x is first.train_x and first.test_y is first.train_y
+    assert torch.equal(first.train_x, second.train_x)
+    assert torch.equal(first.train_y, again.train_y)
+    assert first.train_x.shape == (5000, 3, 8, 8)
+    assert first.train_x.is_contiguous(memory_format=torch.channels_last)
+    assert first.test_x is first.train_x
+    assert first.test_y is first.train_y
     counts = torch.bincount(first.train_y, minlength=10).double()
     # Chi-squared of 9: 0.1 %.
-    assert len(counts) == 10 and ((counts - 500).square() / 500).sum() < 28
+    assert len(counts) == 10
+    assert ((counts - 500).square() / 500).sum() < 28
     assert abs((first.train_y == second.train_y).double().mean() - 0.1) < 0.02
     values = torch.bincount(first.train_x.flatten().long(), minlength=256).double()
     assert ((values - values.mean()).square() / values.mean()).sum() < 330  # of 255
     fewer = RandomLabels(images=9, classes=10, seed=3)
-    assert torch.equal(fewer.images, tasks.images[:9]) and torch.equal(
-        fewer.labels(7), tasks.labels(7)[:9]
-    )
+    assert torch.equal(fewer.images, tasks.images[:9])
+    assert torch.equal(fewer.labels(7), tasks.labels(7)[:9])
     assert (
         len(
             {
@@ -308,25 +322,21 @@ def test_digits_have_random_labels_or_pixels_in_another_order():
     pytest.importorskip("sklearn")
     tasks = PermutedDigits(images=1000, seed=3)
     first, again, second = tasks.load(0), tasks.load(0), tasks.load(1)
-    assert all(torch.equal(a, b) for a, b in zip(first, again)) and torch.equal(
-        first.test_y, second.test_y
-    )
-    assert first.train_x.shape == (1000, 3, 8, 8) and first.test_x.shape == (797, 3, 8, 8)
-    assert (
-        first.train_x.is_contiguous(memory_format=torch.channels_last)
-        and first.train_x.dtype == torch.uint8
-    )
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert torch.equal(first.test_y, second.test_y)
+    assert first.train_x.shape == (1000, 3, 8, 8)
+    assert first.test_x.shape == (797, 3, 8, 8)
+    assert first.train_x.is_contiguous(memory_format=torch.channels_last)
+    assert first.train_x.dtype == torch.uint8
     digits = tasks.x.flatten(2)
     for task in (first, second):
         order = torch.cat([task.train_x, task.test_x]).flatten(2)
-        assert not torch.equal(order, digits) and torch.equal(
-            order.sort(2).values, digits.sort(2).values
-        )
+        assert not torch.equal(order, digits)
+        assert torch.equal(order.sort(2).values, digits.sort(2).values)
         columns = [set(map(tuple, x[:, 0].T.tolist())) for x in (order, digits)]
         assert columns[0] == columns[1], "the same order for all digits"
-    assert not torch.equal(first.train_x, second.train_x) and tasks.facts(1)["classes"] == list(
-        range(10)
-    )
+    assert not torch.equal(first.train_x, second.train_x)
+    assert tasks.facts(1)["classes"] == list(range(10))
     assert not torch.equal(first.train_x, PermutedDigits(1000, 4).load(0).train_x)
     nearest = torch.cdist(
         first.test_x[:, 0].flatten(1).float(), first.train_x[:, 0].flatten(1).float()
@@ -335,9 +345,8 @@ def test_digits_have_random_labels_or_pixels_in_another_order():
         "labels belong to their digits"
     )
     labelled = RandomLabels(50, 10, 3, digits=True)
-    assert torch.equal(labelled.images, tasks.x[:50]) and torch.equal(
-        labelled.labels(2), RandomLabels(50, 10, 3).labels(2)
-    )
+    assert torch.equal(labelled.images, tasks.x[:50])
+    assert torch.equal(labelled.labels(2), RandomLabels(50, 10, 3).labels(2))
     assert (
         labelled.digest
         == RandomLabels(50, 10, 4, digits=True).digest

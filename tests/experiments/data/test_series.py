@@ -1,7 +1,5 @@
 """Time series: what a file must be, and the windows that come of it."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -13,9 +11,7 @@ from fastlr.experiments.data import open_series, split_series
 from fastlr.experiments.data.series import generated_series, read_series
 
 
-def write(
-    path, rows: int = 40, change=lambda lines: None, step: timedelta = timedelta(hours=1)
-) -> str:
+def write(path, rows=40, change=lambda lines: None, step=timedelta(hours=1)):
     """Write a file of two features, a = its row and b = -2 x its row; return its path.
 
     ``change`` mends the lines in place.
@@ -49,11 +45,9 @@ def test_a_file_is_read_as_it_stands(tmp_path):
         lines.insert(3, "")
 
     other = read_series(write(tmp_path / "t.csv", change=elsewhere))
-    assert (
-        other.columns == ("b", "a")
-        and other.step == 86400
-        and other.values[7].tolist() == [-14.0, 7.0]
-    )
+    assert other.columns == ("b", "a")
+    assert other.step == 86400
+    assert other.values[7].tolist() == [-14.0, 7.0]
     assert other.digest != table.digest == read_series(write(tmp_path / "u.csv")).digest
 
 
@@ -73,7 +67,8 @@ def test_a_file_is_read_as_it_stands(tmp_path):
         (
             6,
             "",
-            r"line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of line 6 .*3600 s",
+            "line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of "
+            "line 6 .*3600 s",
         ),
         (0, "day,a,b", r"no date column among day, a, b"),
         (0, "date,time,b", r"2 columns that could be the date column"),
@@ -150,9 +145,12 @@ def test_a_series_is_found_by_name(tmp_path, monkeypatch):
 
 def test_generated_series_repeat_by_day_and_week():
     table = generated_series(rows=4032, seed=5)  # 24 weeks
-    again, other = generated_series(rows=200, seed=5), generated_series(rows=4032, seed=6)
+    again = generated_series(rows=200, seed=5)
+    other = generated_series(rows=4032, seed=6)
     np.testing.assert_array_equal(again.values, table.values[:200])
-    assert table.name == "generated:5" and table.path is None and table.step == 3600
+    assert table.name == "generated:5"
+    assert table.path is None
+    assert table.step == 3600
     assert np.abs(table.values - other.values).min(0).max() > 0, "seeds give different series"
     power = np.abs(np.fft.rfft(table.values - table.values.mean(0), axis=0)) ** 2
     strongest = np.argsort(power[2:], axis=0)[-1] + 2
@@ -171,7 +169,9 @@ def test_windows_are_rows_of_their_part(tmp_path):
     for windows, first in ((split.train, 0), (split.validation, 80)):
         index = torch.tensor([0, 5, len(windows) - 1])
         x, y = windows.batch(index)
-        assert x.shape == (3, 6, 2) and y.shape == (3, 3, 2) and x.dtype == torch.float32
+        assert x.shape == (3, 6, 2)
+        assert y.shape == (3, 3, 2)
+        assert x.dtype == torch.float32
         whole = torch.cat([x, y], 1).double().numpy() * split.std + split.mean
         wanted = first + index[:, None] + torch.arange(9)
         np.testing.assert_allclose(whole[..., 0], wanted, atol=1e-4)
@@ -202,6 +202,7 @@ def test_too_short_and_constant_series_are_named(tmp_path):
 
 def test_the_hourly_series_of_the_benchmark(fastlr_data):
     table = open_series("ETTh1")
-    assert table.values.shape == (17420, 7) and table.columns[-1] == "OT"
+    assert table.values.shape == (17420, 7)
+    assert table.columns[-1] == "OT"
     split = split_series(table)
     assert (len(split.train), len(split.validation)) == (13329, 2877)

@@ -1,7 +1,5 @@
 """Memorization: random data by index, the bits of a loss, the driver against plain torch, kills."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -70,7 +68,8 @@ SERIES = {
 def test_labels_are_a_function_of_seed_and_index():
     index = torch.tensor([5, 0, 1 << 40, 5])
     labels = random_labels(index, 1000, seed=3)
-    assert labels[0] == labels[3] and labels.dtype == torch.int64
+    assert labels[0] == labels[3]
+    assert labels.dtype == torch.int64
     assert torch.equal(labels[1:3], random_labels(index[1:3], 1000, seed=3))
     many = torch.arange(20_000)
     counts = random_labels(many, 10).bincount(minlength=10).double()
@@ -92,7 +91,8 @@ def test_labelled_shapes_are_the_images_and_labels_of_their_indices():
     index = torch.tensor([30, 2, 49])
     x, y = data.batch(index, torch.bfloat16)
     images = fastlr.ShapeImages(size=(3, 12, 12)).batch(0, 50, seed=9, dtype=torch.bfloat16)
-    assert torch.equal(x, images[index]) and x.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(x, images[index])
+    assert x.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(y, random_labels(index, 7, 9))
 
 
@@ -100,10 +100,13 @@ def test_gaussian_pairs_are_windows_and_independent_targets():
     data = GaussianPairs(n=400, context=24, horizon=24, features=2, seed=9)
     x, y = data.batch(torch.arange(400))
     assert torch.equal(x, fastlr.GaussianSeries(24, 2).batch(0, 400, seed=9))
-    assert x.shape == y.shape == (400, 24, 2) and y.dtype == torch.float32
+    assert x.shape == y.shape == (400, 24, 2)
+    assert y.dtype == torch.float32
     few = data.batch(torch.tensor([7, 3]))
-    assert torch.equal(few[0], x[[7, 3]]) and torch.equal(few[1], y[[7, 3]])
-    assert abs(y.mean()) < 4 / y.numel() ** 0.5 and abs(y.var() - 1) < 4 * (2 / y.numel()) ** 0.5
+    assert torch.equal(few[0], x[[7, 3]])
+    assert torch.equal(few[1], y[[7, 3]])
+    assert abs(y.mean()) < 4 / y.numel() ** 0.5
+    assert abs(y.var() - 1) < 4 * (2 / y.numel()) ** 0.5
     assert abs((x * y).mean()) < 4 / y.numel() ** 0.5
     longer = GaussianPairs(n=401, context=24, horizon=24, features=2, seed=9)
     assert torch.equal(longer.batch(torch.arange(400))[1], y)
@@ -141,7 +144,8 @@ def test_bits_of_classification():
     one_of_two = torch.stack([y, (y + 1) % 8], 1)  # one bit is missing
     half = torch.full((64, 8), -60.0).scatter_(1, one_of_two, 0.0)
     assert data.bits(data.losses(half, y).mean().item()) == pytest.approx(64 * 2)
-    assert data.right(certain, y).all() and not data.right(-certain, y).any()
+    assert data.right(certain, y).all()
+    assert not data.right(-certain, y).any()
     with pytest.raises(InputError, match="as many outputs as there are classes"):
         data.losses(torch.zeros(64, 9), y)
 
@@ -158,7 +162,8 @@ def test_bits_of_regression():
     known = data.losses(0.75 * y + 0.75**0.5 * 0.5 * noise, y)
     assert known.shape == (2000,)
     assert data.bits(known.mean().item()) == pytest.approx(2000 * m, rel=0.02)
-    assert data.ceiling is None and data.right(y, y) is None
+    assert data.ceiling is None
+    assert data.right(y, y) is None
     with pytest.raises(InputError, match="the targets are"):
         data.losses(y[:, :3], y)
 
@@ -167,11 +172,11 @@ def test_bits_of_regression():
 # --------------------------------------------------------------------------------------------------
 
 
-def settings_of(kind: str) -> dict:
+def settings_of(kind):
     return VISION if kind == "vision" else SERIES
 
 
-def network(kind: str):
+def network(kind):
     return net(5) if kind == "vision" else PatchTST(channels=2, context=24, horizon=6, **NETWORK)
 
 
@@ -240,14 +245,16 @@ def test_records_say_what_the_checkpoint_holds(kind, runs):
         assert last["share_of_ceiling"] == pytest.approx(bits / (40 * math.log2(5)), rel=1e-4)
     else:
         loss = sum(F.mse_loss(z, y.double()).item() for z, y in outputs) / 30
-        assert last["accuracy"] is None and last["share_of_ceiling"] is None
+        assert last["accuracy"] is None
+        assert last["share_of_ceiling"] is None
         bits = 30 * 12 / 2 * math.log2(1 / loss)
     assert last["loss"] == pytest.approx(loss, rel=1e-5)
     assert last["bits"] == pytest.approx(bits, rel=1e-4)
     parameters = sum(p.numel() for p in model.parameters())
     assert start["parameters"] == parameters
     assert last["bits_per_parameter"] == pytest.approx(bits / parameters, rel=1e-4)
-    assert start["epoch"] == 0 and start["loss"] != last["loss"]
+    assert start["epoch"] == 0
+    assert start["loss"] != last["loss"]
     assert {"train", "evaluate"} == set(last["seconds"])
 
 
@@ -297,7 +304,8 @@ def test_replayed_steps_are_the_same(kind, device):
     device = torch.device(device)
     options = MemorizeOptions(**{**settings_of(kind), "device": device.type, "step": "eager"})
     data, _ = memorize.DRIVER.open_data(options)
-    plain, replayed = Memorizer(data, options, device), Memorizer(data, options, device)
+    plain = Memorizer(data, options, device)
+    replayed = Memorizer(data, options, device)
     for mine in (plain, replayed) if device.type == "cpu" else ():
         # The kind of optimiser that they have on a GPU.
         mine.optimiser = torch.optim.AdamW(
@@ -315,7 +323,8 @@ def test_replayed_steps_are_the_same(kind, device):
     assert (plain.step_mode, replayed.step_mode) == (
         "eager",
         "graph",
-    ) and replayed.steps.captures == 2
+    )
+    assert replayed.steps.captures == 2
     if device.type == "cpu":
         assert_same(plain.state()["model"], replayed.state()["model"])
 
@@ -406,7 +415,7 @@ def test_bad_options_are_named(tmp_path, change, words):
         memorize.begin(tmp_path / "run", None, {**VISION, **change})
 
 
-def wrong(num_classes: int) -> torch.nn.Module:
+def wrong(num_classes):
     return net(num_classes + 1)
 
 
@@ -424,11 +433,9 @@ def test_the_command(tmp_path, cli):
     cli(f"memorize --out {out} --resume --epochs 6")
     assert [line.get("epoch") for line in comparable(out)] == [0, 2, 4, 5, 6]
     config = json.loads((out / "config.json").read_text())
-    assert (
-        config["driver"] == "memorize"
-        and config["data"]["samples"] == 30
-        and config["options"]["epochs"] == 6
-    )
+    assert config["driver"] == "memorize"
+    assert config["data"]["samples"] == 30
+    assert config["options"]["epochs"] == 6
     cli(
         f"continual --out {out} --resume",
         code=2,
@@ -439,11 +446,9 @@ def test_the_command(tmp_path, cli):
 def test_the_command_prints_the_capacity_of_a_model_of_ones_own(cli):
     small = as_arguments({"n": 8, "size": 8, "epochs": 60, "classes": 2, "learning_rate": 0.01})
     first, second = cli("memorize continual_cases:net --inputs noise", *small).out.splitlines()
-    assert (
-        " bits a parameter: 8 bits, " in first
-        and "% of the labels'" in first
-        and "8 noise, seed 0" in second
-    )
+    assert " bits a parameter: 8 bits, " in first
+    assert "% of the labels'" in first
+    assert "8 noise, seed 0" in second
     for arguments, words in (
         ("--inputs noise", "--inputs wants a model"),
         ("continual_cases:net --inputs fog", "choose shapes, noise, series"),

@@ -1,10 +1,7 @@
 """The report of memorization runs: what its tables and numbers say of the records."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,14 +18,12 @@ from fastlr.experiments.memorization.report import (
 PARAMETERS, N, CLASSES = 500, 100, 16
 
 
-def bits_of(epoch: int, seed: int) -> float:
+def bits_of(epoch, seed):
     """What the simulated runs have memorised: 400 bits less what is left."""
     return (400 - seed) * (1 - math.exp(-epoch / 10))
 
 
-def write_run(
-    folder: Path, seed: int = 0, kind: str = "vision", epochs: int = 40, lr: bool = True
-) -> Path:
+def write_run(folder, seed=0, kind="vision", epochs=40, lr=True):
     lines = []
     for epoch in range(0, epochs + 1, 2):
         bits = bits_of(epoch, seed)
@@ -91,9 +86,11 @@ def test_numbers_of_a_run(tmp_path):
     assert run.series("bits") == pytest.approx([bits_of(e, 0) for e in range(0, 41, 2)])
     assert run.late_gain() == pytest.approx((bits_of(40, 0) - bits_of(36, 0)) / PARAMETERS)
     epochs, losses = run.train_losses()
-    assert len(epochs) == len(losses) == 40 and epochs[-1] == 40
+    assert len(epochs) == len(losses) == 40
+    assert epochs[-1] == 40
     epochs, values, errors = run.redundancy()
-    assert epochs.tolist() == [0, 8, 16, 24, 32, 40] and values.tolist() == [10, 18, 26, 34, 42, 50]
+    assert epochs.tolist() == [0, 8, 16, 24, 32, 40]
+    assert values.tolist() == [10, 18, 26, 34, 42, 50]
     assert (errors == 0.5).all()
     assert (run.spent("train"), run.spent("evaluate"), run.spent("local_redundancy")) == (
         80.0,
@@ -101,11 +98,9 @@ def test_numbers_of_a_run(tmp_path):
         0.0,
     )
     series = MemorizationRun.read(write_run(tmp_path / "series", kind="series", lr=False))
-    assert (
-        math.isnan(series.ceiling)
-        and len(series.redundancy()[0]) == 0
-        and np.isnan(series.series("accuracy")).all()
-    )
+    assert math.isnan(series.ceiling)
+    assert len(series.redundancy()[0]) == 0
+    assert np.isnan(series.series("accuracy")).all()
     short = MemorizationRun.read(write_run(tmp_path / "short", epochs=2))
     assert math.isnan(short.late_gain())
 
@@ -123,12 +118,10 @@ def test_the_table_over_epochs_has_those_that_were_measured(tmp_path):
         "50.00 ± 0.50",
     )
     rows = training_sheet(MemorizationRun.read(write_run(tmp_path / "none", lr=False)), "t").rows
-    assert (
-        len(rows) == 13
-        and rows[0][0] == "0"
-        and rows[-1][0] == "40"
-        and {row[-1] for row in rows} == {"–"}
-    )
+    assert len(rows) == 13
+    assert rows[0][0] == "0"
+    assert rows[-1][0] == "40"
+    assert {row[-1] for row in rows} == {"–"}
 
 
 def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
@@ -156,11 +149,9 @@ def test_the_report_on_the_command_line(tmp_path, cli):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", kind="series")
     out = cli(f"report {tmp_path / 'runs'}").out
-    assert (
-        max(map(len, out.splitlines()[:-1])) <= 80
-        and "Bits memorised" in out
-        and "Over training: b" in out
-    )
+    assert max(map(len, out.splitlines()[:-1])) <= 80
+    assert "Bits memorised" in out
+    assert "Over training: b" in out
     folder = tmp_path / "runs" / "report"
     names = {path.name for path in folder.iterdir()}
     assert {
@@ -188,13 +179,15 @@ def test_only_images_have_a_ceiling_in_the_figure(tmp_path):
         captions[kind] = next(
             caption for path, caption in report.figures if path.name == "bits.png"
         )
-    assert "ceiling" in captions["vision"] and "ceiling" not in captions["series"]
+    assert "ceiling" in captions["vision"]
+    assert "ceiling" not in captions["series"]
 
 
 def test_a_run_that_has_just_begun(tmp_path):
     write_run(tmp_path / "run", epochs=0, lr=False)
     report = write_memorization_report([tmp_path / "run"])
-    assert not report.figures and report.sheets[0].rows[0][1] == "0"
+    assert not report.figures
+    assert report.sheets[0].rows[0][1] == "0"
     report.show()
 
 
@@ -217,8 +210,6 @@ def test_what_is_no_run_is_named(tmp_path):
             FastlrWarning, match=rf"line {len(text)} is damaged .ValueError: accuracy"
         ):
             assert MemorizationRun.read(folder).epochs[-1] == 38
-    assert (
-        len(said) == 2
-        and "line 23 is damaged" in said[0]
-        and "the last line is incomplete" in said[1]
-    )
+    assert len(said) == 2
+    assert "line 23 is damaged" in said[0]
+    assert "the last line is incomplete" in said[1]

@@ -1,7 +1,5 @@
 """Folders that an earlier fastlr wrote, before its modules moved to where they are, still open."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -19,24 +17,23 @@ EARLIER = Path(__file__).parent / "earlier"
 
 
 @pytest.fixture(params=["continual", "memorize", "transfer"])
-def earlier(request, tmp_path) -> Path:
+def earlier(request, tmp_path):
     """A copy of a run folder, since reading takes its lock and writes a report."""
     return Path(shutil.copytree(EARLIER / request.param, tmp_path / request.param))
 
 
 def test_a_run_opens_with_its_records_and_its_checkpoint(earlier):
     with Run.resume(earlier) as run:
-        assert run.config["driver"] == earlier.name and run.records == lines(EARLIER / earlier.name)
+        assert run.config["driver"] == earlier.name
+        assert run.records == lines(EARLIER / earlier.name)
         assert run.state["position"] == len(run.records) - 1
         for file in (earlier / "checkpoints").iterdir():
             assert run.read_checkpoint(file.name)
 
 
 def test_a_report_is_made_of_it(earlier, cli):
-    assert (
-        "report: " in cli(f"report {earlier} --figures none").out
-        and (earlier / "report/index.html").exists()
-    )
+    assert "report: " in cli(f"report {earlier} --figures none").out
+    assert (earlier / "report/index.html").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*the last bits of its numbers may differ")
@@ -60,7 +57,8 @@ def test_it_goes_on(earlier):
 
 def test_a_store_opens_and_gives_a_task():
     store = ImageStore.open(EARLIER / "store")
-    assert store.classes == ["n0", "n1", "n2"] and store.damaged() == []
+    assert store.classes == ["n0", "n1", "n2"]
+    assert store.damaged() == []
     assert [item["file"] for item in store.index["classes"][1]["left_out"]] == ["train/n1/9.png"]
     assert np.array_equal(rows(store, 2, "test"), np.stack([pixels(2100), pixels(2101)]))
     task = load_task(store, (2, 1))

@@ -3,8 +3,6 @@
 The queue ends with its parent; a seed of many is a single run of that seed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -37,7 +35,7 @@ from fastlr.files import locked
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
 
 
-def job(folder: Path, name: str, code: str) -> Job:
+def job(folder, name, code):
     return Job(name, [sys.executable, "-c", ATTACH + code], folder / f"{name}.txt")
 
 
@@ -46,8 +44,11 @@ def job(folder: Path, name: str, code: str) -> Job:
 
 
 def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
-    heard: list[tuple[str, dict]] = []
-    work = "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); print('hello')\n"
+    heard = []
+    work = (
+        "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); "
+        "print('hello')\n"
+    )
     jobs = [
         job(tmp_path, "good", work),
         job(tmp_path, "says", work + "send({'error': 'no such thing'}); raise SystemExit(1)"),
@@ -73,9 +74,12 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
             "code": code,
             "killed": name == "dies",
         }
-        assert sent["n"] == 1 and sent["stdin"] == 0 and sent["slot"] in "ab"
+        assert sent["n"] == 1
+        assert sent["stdin"] == 0
+        assert sent["slot"] in "ab"
         log = (tmp_path / f"{name}.txt").read_text()
-        assert "hello" in log and log.startswith("--- ")
+        assert "hello" in log
+        assert log.startswith("--- ")
     assert [message["n"] for name, message in heard if name == "last" and "n" in message] == [1, 2]
     under_way = most = 0
     for _, message in heard:
@@ -84,7 +88,7 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     assert most == 2, "as many at a time as there are slots"
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -101,16 +105,22 @@ def test_no_process_outlives_the_queue(tmp_path, how):
     code = f"""
 import signal
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, and inherited so, where the tests run in the background
+# It is ignored, and inherited so, where the tests run in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastlr.experiments.runs.processes import Job, run_jobs
-job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
-run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
+command = {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}
+job = Job("one", command, Path({str(tmp_path / "log")!r}))
+def listen(name, message):
+    if "pids" in message:
+        print(*message["pids"], flush=True)
+run_jobs([job], [{{}}], listen)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
+        assert len(pids) == 2
+        assert all(map(alive, pids))
         parent.send_signal(how)
         parent.wait(30)
     deadline = time.monotonic() + 10
@@ -134,21 +144,17 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     given = as_arguments(settings)
     out = tmp_path / "out"
     captured = cli(f"continual paper --out {out} --seed 4 --seeds 2 --tensorboard", *given)
-    assert (
-        captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
-        and not captured.err
-    )
+    assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
+    assert not captured.err
     assert any((out / "seed-5/tensorboard").iterdir())
     for seed in (4, 5):
         continual.begin(tmp_path / f"{seed}", "paper", {**settings, "seed": seed, "threads": 1})
         assert comparable(out / f"seed-{seed}") == comparable(tmp_path / f"{seed}")
         assert_same(checkpoint(out / f"seed-{seed}"), checkpoint(tmp_path / f"{seed}"))
     config = json.loads((out / "seed-5/config.json").read_text())
-    assert (
-        config["options"]["seed"] == 5
-        and config["options"]["threads"] == 1
-        and config["command"] == sys.argv
-    )
+    assert config["options"]["seed"] == 5
+    assert config["options"]["threads"] == 1
+    assert config["command"] == sys.argv
     (out / "seed-6").mkdir()
     (out / "seed-6/config.json").touch()
     with pytest.warns(FastlrWarning, match="no records yet .seed-6"):
@@ -187,10 +193,10 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
 class Asked:
     """Stands in for `run_jobs`: keeps what it was asked to run."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch):
         monkeypatch.setattr(many, "run_jobs", self)
 
-    def __call__(self, jobs, slots, listen) -> dict[str, str]:
+    def __call__(self, jobs, slots, listen):
         self.jobs, self.slots = list(jobs), slots
         self.work = {job.name: json.loads(job.command[-1]) for job in self.jobs}
         return {}
@@ -198,7 +204,7 @@ class Asked:
 
 def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
-    names: list[tuple[str, ...]] = []
+    names = []
     settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
     runs = product(continual.DRIVER, "paper", settings, {}, 3)
     assert list(runs) == ["seed-0", "seed-1", "seed-2"]
@@ -211,10 +217,8 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     assert again.finished == ("seed-0", "seed-1", "seed-2")
     queue.resume({"tasks": 2}, names.append, count=4)
     assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
-    assert (
-        asked.work["seed-1"]["changed"] == {"tasks": 2}
-        and asked.work["seed-3"]["settings"]["tasks"] == 2
-    )
+    assert asked.work["seed-1"]["changed"] == {"tasks": 2}
+    assert asked.work["seed-3"]["settings"]["tasks"] == 2
     queue.resume({"tasks": 1}, names.append)
     assert names[-1] == ("seed-0", "seed-2", "seed-3")
     for wrong, changed, count, message in (
@@ -243,7 +247,8 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
             many.Queue(continual.DRIVER, tmp_path / "out", None).begin(
                 {"a": {**runs["a"], **change}}, print
             )
-    assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
+    assert not (tmp_path / "out").exists()
+    assert not hasattr(asked, "jobs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     with pytest.raises(InputError, match="is not empty"):
@@ -267,7 +272,7 @@ def test_places(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
     runs = {"a": {**SMALL, "data": images}}
 
-    def places(at_once: int | None = None, **settings) -> tuple[list, int]:
+    def places(at_once=None, **settings):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         many.Queue(continual.DRIVER, out, None, at_once).begin(
             {"a": {**runs["a"], **settings}}, lambda names: print
@@ -306,7 +311,7 @@ def test_a_line_for_each_run_under_way(tmp_path):
     )
     hear = board.begin(("seed-0", "seed-1", "seed-10"))
 
-    def seen() -> list[str]:
+    def seen():
         with board.console.capture() as shown:
             board.console.print(board.bar.get_renderable())
         rows = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.get().splitlines()]
@@ -323,9 +328,9 @@ def test_a_line_for_each_run_under_way(tmp_path):
         hear(name, {"done": 1200, "total": 3000, "part": 0.5, "shown": shown})
     _, row, _ = rows = seen()
     assert [line.split()[0] for line in rows] == ["all", "seed-0", "seed-10"]
-    assert (
-        "1200/3000" in row and "accuracy 93.3 %, LR 1.234e+05" in row and row.rstrip().endswith("…")
-    )
+    assert "1200/3000" in row
+    assert "accuracy 93.3 %, LR 1.234e+05" in row
+    assert row.rstrip().endswith("…")
     hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
     hear("seed-0", {"event": "ended", "error": None, "killed": False})
     hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
@@ -333,7 +338,9 @@ def test_a_line_for_each_run_under_way(tmp_path):
         f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)"
         in board.console.file.getvalue()
     )
-    assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]
+    assert len(seen()) == 1
+    assert "2/3" in seen()[0]
+    assert "1 failed" in seen()[0]
 
 
 def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):

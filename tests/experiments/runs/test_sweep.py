@@ -1,7 +1,5 @@
 """Sweeps: grids and names, what does not fit, resumption."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -85,9 +83,8 @@ def test_names_are_short_safe_and_different():
         == len({name.casefold() for name in runs})
     )
     for name, settings in runs.items():
-        assert re.fullmatch(r"[A-Za-z0-9._+=,-]{1,120}", name) and name.endswith(
-            f",seed-{settings['seed']}"
-        )
+        assert re.fullmatch(r"[A-Za-z0-9._+=,-]{1,120}", name)
+        assert name.endswith(f",seed-{settings['seed']}")
         assert not name.startswith((".", "-"))
     fewer = sweep.product(
         DRIVER, "demo", {}, {"data": paths[1:2], "model_kwargs": kwargs, "model": models[2:]}, 1
@@ -117,7 +114,9 @@ def test_what_does_not_go_together_is_said(tmp_path, cli, monkeypatch):
         (["continual", "demo", *out, "--grid", "data=synthetic,nowhere"], "nowhere"),
     ):
         captured = cli("sweep", *arguments, code=2)
-        assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+        assert message in captured.err
+        assert captured.err.count("\n") == 1
+        assert not captured.out
 
 
 def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
@@ -126,9 +125,7 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
     del settings["learning_rate"]
     same = [f"--set={key}={value}" for key, value in settings.items()]
 
-    def do(
-        *arguments: str, grid: str = "learning_rate=0.1,0.01", settings: list[str] = same
-    ) -> tuple[int, list[str]]:
+    def do(*arguments, grid="learning_rate=0.1,0.01", settings=same):
         asked.work = {}
         given = [
             "--out",
@@ -172,9 +169,8 @@ def test_configurations_are_not_pooled(tmp_path, cli):
             config = set_options(folder, learning_rate=rate, tasks=30 + seed, threads=seed)
     for command in ("report", "cost", "ablate"):
         message = cli(f"{command} {tmp_path}", code=2).err
-        assert (
-            "runs of 2 configurations, which are not pooled" in message and message.count("\n") == 1
-        )
+        assert "runs of 2 configurations, which are not pooled" in message
+        assert message.count("\n") == 1
         for rate in (0.1, 0.2):
             of_it = f"{tmp_path}/learning_rate={rate},seed"
             assert f"learning_rate={rate}: {of_it}-0 {of_it}-1" in message

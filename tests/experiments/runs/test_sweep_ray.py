@@ -3,8 +3,6 @@
 These are workers, nodes and processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -43,7 +41,7 @@ DRIVER = continual.DRIVER
 class Nodes:
     """Stands in for the module where only the nodes are asked for."""
 
-    def __init__(self, *resources: dict[str, float]) -> None:
+    def __init__(self, *resources):
         self.resources = resources
 
     def nodes(self):
@@ -53,9 +51,10 @@ class Nodes:
 
 
 def test_what_a_run_occupies():
-    without, with_one = Nodes({"CPU": 2.0}), Nodes({"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})
+    without = Nodes({"CPU": 2.0})
+    with_one = Nodes({"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})
 
-    def share(nodes: Nodes, device: str = "auto", threads: int = 1, **given) -> tuple[float, float]:
+    def share(nodes, device="auto", threads=1, **given):
         options = RunOptions(device=device, threads=threads)
         return dataclasses.astuple(on_ray.Cluster(nodes, **given).share(options))
 
@@ -78,7 +77,7 @@ def test_what_a_run_occupies():
             share(nodes, **given)
 
 
-def job(folder: Path, name: str, code: str) -> Job:
+def job(folder, name, code):
     """Return a job that runs a program in the place of a run.
 
     The command has the form of `Driver.command`: Python, -c, program, its
@@ -103,7 +102,8 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
     one = job(tmp_path, "one", "import os; send({'slot': os.environ['SLOT'], 'cwd': os.getcwd()})")
     monkeypatch.chdir(tmp_path.parent)
     heard = list(ray_node.run_on_node(one, node, False))
-    assert heard[1] == {"slot": "a", "cwd": str(tmp_path)} and heard[-1]["error"] is None
+    assert heard[1] == {"slot": "a", "cwd": str(tmp_path)}
+    assert heard[-1]["error"] is None
     for change, message in (
         (
             {"shared_file": tmp_path / "none/many.json"},
@@ -113,13 +113,15 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
         ({"versions": {**versions(), "torch": "1.0"}}, "torch 1.0, python"),
     ):
         (only,) = ray_node.run_on_node(one, dataclasses.replace(node, **change), False)
-        assert only.keys() == {"unfit"} and message in only["unfit"]
+        assert only.keys() == {"unfit"}
+        assert message in only["unfit"]
     (tmp_path / "one").mkdir()
     begun = time.monotonic()
     with locked(tmp_path / "one"):
         assert ray_node._locked(tmp_path / "one")
         list(ray_node.run_on_node(one, dataclasses.replace(node, patience=0.7), True))
-    assert time.monotonic() - begun > 0.7 and not ray_node._locked(tmp_path / "one")
+    assert time.monotonic() - begun > 0.7
+    assert not ray_node._locked(tmp_path / "one")
 
 
 def test_a_worker_imports_what_this_process_does(tmp_path):
@@ -149,7 +151,7 @@ assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for(what, seconds: float = 300.0):
+def wait_for(what, seconds=300.0):
     until = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < until
@@ -182,7 +184,10 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
     cluster, both = nodes
     shared = tmp_path / "many.json"
     shared.write_text("{}")
-    count = f"f = open({str(tmp_path)!r} + '/' + NAME, 'a'); f.write('x'); f.flush(); again = f.tell() > 1\n"
+    count = (
+        f"f = open({str(tmp_path)!r} + '/' + NAME, 'a'); f.write('x'); f.flush(); "
+        "again = f.tell() > 1\n"
+    )
     work = {
         "good": "send({'n': 1})",
         "says": "send({'error': 'no such thing'}); raise SystemExit(1)",
@@ -193,9 +198,9 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
     jobs = [
         job(tmp_path, name, count.replace("NAME", repr(name)) + code) for name, code in work.items()
     ]
-    heard: dict[str, list[dict]] = {name: [] for name in work}
+    heard = {name: [] for name in work}
 
-    def listen(name: str, message: dict) -> None:
+    def listen(name, message):
         heard[name].append(message)
         if "node" in message and len(heard[name]) == 2:  # the first time
             raylet = parent(message["node"])
@@ -215,11 +220,14 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
             "always": "ended by signal 9 (SIGKILL), often for lack of memory, also after 1 retry",
         }
         began = {name: (tmp_path / name).read_text() for name in work}
-        assert began["says"] == "x" and began["killed"] == began["always"] == began["node"] == "xx"
+        assert began["says"] == "x"
+        assert began["killed"] == began["always"] == began["node"] == "xx"
         for name, messages in heard.items():
-            assert messages[-1]["event"] == "ended" and messages[-1]["error"] == failed.get(name)
+            assert messages[-1]["event"] == "ended"
+            assert messages[-1]["error"] == failed.get(name)
         (lost,) = [message for message in heard["node"] if message.get("event") == "lost"]
-        assert "Ray worker or node was lost" in lost["why"] and "(1 of 1 retries)" in lost["next"]
+        assert "Ray worker or node was lost" in lost["why"]
+        assert "(1 of 1 retries)" in lost["next"]
         monkeypatch.setattr(on_ray, "checksum", lambda path: "of another folder")
         monkeypatch.setattr(on_ray, "_PATIENCE", 0.0)
         with pytest.raises(
@@ -229,7 +237,7 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
             here.run(jobs[:1], shared, share, None, listen)
 
 
-def parent(pid: int) -> int:
+def parent(pid):
     return int(re.search(r"^PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
 
 
@@ -265,7 +273,7 @@ def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
     given = as_arguments(settings)
     out, hit = tmp_path / "out", "learning_rate=0.01,seed-1"
 
-    def kill() -> None:
+    def kill():
         wait_for(lambda: (out / hit / "records.jsonl").exists() and len(lines(out / hit)) >= 3)
         pid = int(re.search(r"process (\d+)", (out / hit / "run.lock").read_text())[1])
         os.kill(parent(pid), signal.SIGKILL)
@@ -308,7 +316,9 @@ import json, os, time
 work = json.loads(sys.argv[2])
 seed, path = work["seed"], work["path"]
 os.makedirs(path, exist_ok=True)
-done = len(open(path + "/records.jsonl").readlines()) if os.path.exists(path + "/records.jsonl") else 0
+done = 0
+if os.path.exists(path + "/records.jsonl"):
+    done = len(open(path + "/records.jsonl").readlines())
 raylet = open(f"/proc/{os.getppid()}/stat").read().split(")")[1].split()[1]
 print(seed, os.getppid(), raylet, file=open(path + "/../../begun", "a"))
 for task in range(done, 3):
@@ -334,18 +344,18 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
     cluster, both = nodes
     out, begun, victim = tmp_path / "out", tmp_path / "begun", 30
 
-    def command(driver, path, preset, settings, changed, tensorboard) -> list[str]:
+    def command(driver, path, preset, settings, changed, tensorboard):
         work = {"seed": settings["seed"], "path": str(path), "waits": victim}
         return [sys.executable, "-c", "import sys\n" + ATTACH + QUICK, "[]", json.dumps(work)]
 
-    def runs() -> list[list[int]]:
+    def runs():
         # Seed, process of its Ray worker and of its node, in the order in which they began.
         return [[int(word) for word in line.split()] for line in begun.read_text().splitlines()]
 
     monkeypatch.setattr(Driver, "command", command)
-    drained: list[int] = []
+    drained = []
 
-    def disturb() -> None:
+    def disturb():
         _, worker, raylet = wait_for(
             lambda: begun.exists() and next((run for run in runs() if run[0] == victim), None)
         )
@@ -358,10 +368,8 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
             for node in both
             if raylet not in [p.process.pid for p in node.all_processes["raylet"]]
         ]
-        reason, soon = (
-            DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-            int(1000 * time.time()) + 600_000,
-        )
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        soon = int(1000 * time.time()) + 600_000
         accepted, why = GcsClient(address=cluster.address).drain_node(
             other.node_id, reason, "repairs", soon
         )

@@ -1,14 +1,11 @@
 """Runs of several processes give what one process gives, and errors reach every process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rank_runs as work
@@ -32,7 +29,7 @@ CONTINUAL, TRANSFER, MEMORIZE = "continual", "transfer", "memorize"
 FINAL = "checkpoints/last.pt"
 
 
-def small(images: str, **settings: Any) -> dict[str, Any]:
+def small(images, **settings):
     fixed = {
         "data": images,
         "model": "rank_runs:without_dropout",
@@ -43,27 +40,23 @@ def small(images: str, **settings: Any) -> dict[str, Any]:
     return {**SMALL, **fixed, **settings}
 
 
-def errors_of(
-    ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any
-) -> list[str]:
+def errors_of(ranks, module, path, settings, **changed):
     return good(run_ranks(ranks, work.run, module, str(path), settings, changed))
 
 
-def done(ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any) -> Path:
+def done(ranks, module, path, settings, **changed):
     assert errors_of(ranks, module, path, settings, **changed) == [""] * ranks
     return path
 
 
-def alone_and_shared(
-    module: str, folder: Path, settings: dict[str, Any], ranks: int = 2
-) -> tuple[Path, Path]:
+def alone_and_shared(module, folder, settings, ranks=2):
     """The same run by one process, and by several."""
     return done(1, module, folder / "one", settings), done(
         ranks, module, folder / "several", settings
     )
 
 
-def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
+def assert_close(a, b, rel=2e-4):
     """Equal but for the rounding of floating-point numbers and tensors."""
     named, structure = tree_flatten_with_path(a)
     others, other_structure = tree_flatten(b)
@@ -81,7 +74,7 @@ def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
             )
 
 
-def training(path: Path) -> dict[str, Any]:
+def training(path):
     return {key: value for key, value in checkpoint(path).items() if key != "random"}
 
 
@@ -112,9 +105,8 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
     for name, values in want["state"].items():
         assert_close(torch.tensor(values), torch.tensor(state[name]), 1e-6)
     if kind == "usual":
-        assert state["unused.num_batches_tracked"] == 0 and want["state"][
-            "1.num_batches_tracked"
-        ] == (20 if updates == "every-part" else 6)
+        assert state["unused.num_batches_tracked"] == 0
+        assert want["state"]["1.num_batches_tracked"] == (20 if updates == "every-part" else 6)
         assert state["unused.running_var"] == [1.0] * 4
     assert (max(result["captures"] for result in results) > 0) == captured
 
@@ -160,7 +152,8 @@ def test_continual_runs_are_those_of_one_process(tmp_path, images, ranks):
     assert_close(comparable(got), comparable(want))
     assert_close(training(got), training(want))
     config, config_alone = (json.loads((path / "config.json").read_text()) for path in (got, want))
-    assert config["processes"] == ranks and config["options"] == config_alone["options"]
+    assert config["processes"] == ranks
+    assert config["options"] == config_alone["options"]
 
 
 def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
@@ -199,7 +192,7 @@ def test_transfer_is_that_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("kind", ["vision", pytest.param("series", marks=pytest.mark.long)])
 def test_memorization_is_that_of_one_process(tmp_path, kind):
-    settings: dict[str, Any] = {
+    settings = {
         "n": 50,
         "batch_size": 16,
         "norm_batch": 8,
@@ -333,7 +326,7 @@ def test_a_folder_that_is_not_empty_or_holds_no_run(tmp_path, images):
     assert (tmp_path / "run/other").read_text() == "mine"
 
 
-def command_for(images: str, **settings: Any) -> list[str]:
+def command_for(images, **settings):
     options = small(images, **settings)
     del options["data"]
     return ["continual", "--data", images, "--out", "run", *as_arguments(options)]
@@ -343,7 +336,8 @@ def test_commands_under_torchrun(tmp_path, images):
     command = command_for(images)
     first, second = as_torchrun(2, tmp_path, command)
     assert first[0] == second[0] == 0, first[2] + second[2]
-    assert first[1].strip() == f"run: {tmp_path / 'run'}" and second[1] == second[2] == ""
+    assert first[1].strip() == f"run: {tmp_path / 'run'}"
+    assert second[1] == second[2] == ""
     assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "task"]
     first, second = as_torchrun(2, tmp_path, command)
     assert first[0] == second[0] == 2
@@ -373,7 +367,8 @@ def test_torchrun_itself(tmp_path, images):
     assert process.wait(60) != 0
     alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert not alive, alive
-    resume, where = [sys.executable, *fastlr, "--resume"], {"cwd": tmp_path, "env": environment}
+    resume = [sys.executable, *fastlr, "--resume"]
+    where = {"cwd": tmp_path, "env": environment}
     finished = subprocess.run(resume, **where, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert lines(tmp_path / "run")[-1]["task"] == 39

@@ -4,8 +4,6 @@ CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.
 the same tests run on real graphs too.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -21,7 +19,7 @@ from continual_cases import (
     net,
 )
 from recorders import DEVICES, Tape
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr.errors import FastlrWarning, InputError, ModelError
 from fastlr.experiments.continual import experiment as continual
@@ -36,21 +34,21 @@ from fastlr.experiments.training.steps import HELD, Compiled, TrainingSteps, res
 
 
 @pytest.fixture(params=DEVICES)
-def device(request) -> torch.device:
+def device(request):
     return torch.device(request.param)
 
 
 class Fused(Trainer):
     """With the kind of optimiser that it has on a GPU: one that reads its step from a tensor."""
 
-    def new_optimiser(self) -> torch.optim.Optimizer:
+    def new_optimiser(self):
         made = super().new_optimiser()
         for group in made.param_groups:
             group["fused"] = True
         return made
 
 
-def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **settings) -> Trainer:
+def trainer(device, graph, recorder=Tape, strict=True, **settings):
     torch.manual_seed(0)
     options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, "step": "eager", **settings})
     if graph and device.type == "cuda":
@@ -66,7 +64,7 @@ def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **set
     return made
 
 
-def learn(learner: Trainer, images: str, numbers=range(3)) -> list[float | None]:
+def learn(learner, images, numbers=range(3)):
     store = ImageStore.open(images)
     pairs = [(0, 1), (1, 2), (0, 2)]
     return [
@@ -75,7 +73,7 @@ def learn(learner: Trainer, images: str, numbers=range(3)) -> list[float | None]
     ]
 
 
-def same(a: Trainer, b: Trainer) -> None:
+def same(a, b):
     if a.device.type == "cpu":
         assert_same(a.state()["model"], b.state()["model"])
         assert_same(a.state()["optimiser"]["state"], b.state()["optimiser"]["state"])
@@ -108,7 +106,8 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
     Parts are of 6 images, last batches of 10 (and one of 8), and other work comes between two
     tasks.
     """
-    graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
+    graph = trainer(device, True, **settings)
+    eager = trainer(device, False, **settings)
     for learner in (graph, eager):
         learner.started_at(
             {k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images)
@@ -118,7 +117,8 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
     )
     same(graph, eager)
     assert_same(random_states(), random_states())
-    assert graph.steps.captures == captures and eager.steps.captures == 0
+    assert graph.steps.captures == captures
+    assert eager.steps.captures == 0
     assert (graph.step_mode, eager.step_mode) == ("graph", "eager")
 
 
@@ -188,7 +188,8 @@ class Broken(Tape):
 @pytest.mark.filterwarnings("error")
 def test_a_capture_that_fails(images):
     cpu = torch.device("cpu")
-    learner, eager = trainer(cpu, True, Broken, strict=False), trainer(cpu, False)
+    learner = trainer(cpu, True, Broken, strict=False)
+    eager = trainer(cpu, False)
     with pytest.warns(FastlrWarning, match="run without a CUDA graph: operation not permitted$"):
         learn(learner, images, [0])
     learn(eager, images, [0])
@@ -204,7 +205,7 @@ def test_a_capture_that_fails(images):
 def test_one_capture_for_each_shape_and_not_too_many():
     state = torch.zeros(1)
 
-    def work(x: Tensor, y: Tensor) -> Tensor:
+    def work(x, y):
         state.add_(1)
         return (x * y).sum()
 
@@ -213,19 +214,22 @@ def test_one_capture_for_each_shape_and_not_too_many():
     )
     sizes = [n % (HELD + 2) + 1 for n in range(HELD + 2)] * 3
     for count, n in enumerate(sizes, 1):
-        assert made(torch.ones(n), torch.full((n,), count)) == count * n and state == count
+        assert made(torch.ones(n), torch.full((n,), count)) == count * n
+        assert state == count
     assert made.captures == 2 * (HELD + 2), (
         "the least recently used is dropped: here always the next"
     )
     for count in range(5):
         assert made(torch.ones(sizes[-1]), torch.full((sizes[-1],), count)) == count * sizes[-1]
-    assert made.captures == 2 * (HELD + 2) and len(made._captures) == HELD
+    assert made.captures == 2 * (HELD + 2)
+    assert len(made._captures) == HELD
 
 
 def test_modes(tmp_path, images):
     cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
     assert (resolve_mode("auto", cpu), resolve_mode("auto", gpu)) == ("eager", "graph")
-    assert resolve_mode("compile", cpu) == "compile" and resolve_mode("eager", gpu) == "eager"
+    assert resolve_mode("compile", cpu) == "compile"
+    assert resolve_mode("eager", gpu) == "eager"
     with pytest.raises(
         InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"
     ):
@@ -241,8 +245,10 @@ def test_only_the_usual_sizes_are_compiled(monkeypatch):
         torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x))
     )
     model = Compiled(nn.Identity(), part_sizes(1024, 300))
-    assert asked == [{"dynamic": False}] and model.sizes == {256}
-    assert model(torch.ones(256)).sum() == -256 and model(torch.ones(255)).sum() == 255
+    assert asked == [{"dynamic": False}]
+    assert model.sizes == {256}
+    assert model(torch.ones(256)).sum() == -256
+    assert model(torch.ones(255)).sum() == 255
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """The transfer driver trains, measures, selects and fine-tunes as it says, and survives kills."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -39,13 +37,13 @@ def run(tmp_path_factory):
     return path
 
 
-def series(which: str):
+def series(which):
     return split_series(
         open_series(TINY[which], TINY["generated_rows"]), TINY["context"], TINY["horizon"]
     )
 
 
-def network(run, epoch: int | None = None) -> PatchTST:
+def network(run, epoch=None):
     model = PatchTST(**SIZES, **TINY["model_kwargs"] | {"dropout": 0.0})
     if epoch is not None:
         model.load_state_dict(
@@ -55,7 +53,7 @@ def network(run, epoch: int | None = None) -> PatchTST:
 
 
 @torch.no_grad()
-def error(model: nn.Module, windows) -> float:
+def error(model, windows):
     """Mean squared error one window at a time, in float64."""
     model = copy.deepcopy(model).double().eval()
     windows = windows.to("cpu", torch.float64)
@@ -66,7 +64,7 @@ def error(model: nn.Module, windows) -> float:
     return float(torch.stack(each).mean())
 
 
-def step(model: nn.Module, windows, index: torch.Tensor, optimiser: torch.optim.Optimizer) -> float:
+def step(model, windows, index, optimiser):
     """Take a step of plain torch; the loss before it."""
     x, y = windows.batch(index)
     loss = (model(x) - y).square().mean()
@@ -76,7 +74,7 @@ def step(model: nn.Module, windows, index: torch.Tensor, optimiser: torch.optim.
     return loss.item()
 
 
-def of_kind(run, kind: str) -> list[dict]:
+def of_kind(run, kind):
     return [line for line in lines(run) if line["kind"] == kind]
 
 
@@ -130,12 +128,14 @@ def test_pretraining_is_that_of_plain_torch(run):
 
 
 def test_measures_are_those_of_the_checkpoints(run):
-    inputs, predictive = fastlr.GaussianSeries(length=32, features=7), fastlr.Gaussian()
+    inputs = fastlr.GaussianSeries(length=32, features=7)
+    predictive = fastlr.Gaussian()
     generator = torch.Generator().manual_seed(stream_seed(3, "dormant windows"))
     source = series("source").train
     index = torch.randperm(len(source), generator=generator)[:20]
     for record in (*of_kind(run, "start"), *of_kind(run, "pretrain")):
-        model, measures = network(run, record.get("epoch", 0)), record["measures"]
+        model = network(run, record.get("epoch", 0))
+        measures = record["measures"]
         found = measures["local_redundancy"]
         estimate = fastlr.estimate(
             model, inputs, n=12, predictive=predictive, seed=3, probe="sampled"
@@ -144,7 +144,8 @@ def test_measures_are_those_of_the_checkpoints(run):
         assert last["value"] == pytest.approx(estimate.value, rel=1e-5)
         assert last["stderr"] == pytest.approx(estimate.stderr, rel=1e-4)
         values = [point["value"] for point in found["points"]]
-        assert found["value"] == pytest.approx(sum(values) / len(values)) and found["n"] == 12
+        assert found["value"] == pytest.approx(sum(values) / len(values))
+        assert found["n"] == 12
         steps = [point["step"] for point in found["points"]]
         assert steps == (
             [6 * record["epoch"] - 3, 6 * record["epoch"]] if "epoch" in record else [0]
@@ -158,14 +159,16 @@ def test_measures_are_those_of_the_checkpoints(run):
         model.eval()(source.batch(index)[0])
         dormant = (units[0].mean(0) < 0.05).double().mean()  # the paper's, signed
         assert measures["dormant_ratio"]["value"] == float(dormant)
-    assert len(values) == 2 and last["value"] != values[0]
+    assert len(values) == 2
+    assert last["value"] != values[0]
 
 
 def test_a_linear_probe_trains_a_new_head_on_the_frozen_network(run):
     target = series("target")
     values = []
     for record in of_kind(run, "pretrain"):
-        model, found = network(run, record["epoch"]).eval(), record["measures"]["linear_probe"]
+        model = network(run, record["epoch"]).eval()
+        found = record["measures"]["linear_probe"]
         before = copy.deepcopy(model.state_dict())
         seed_everything(stream_seed(3, "probe"))
         model.head.load_state_dict(network(run).head.state_dict())
@@ -207,7 +210,8 @@ def test_every_pick_can_be_audited(run):
     assert selection["picks"]["no_pretraining"]["epoch"] == 0
     chosen = {found["epoch"] for found in selection["picks"].values()}
     tuned = [(r["epoch"], r["run"]) for r in of_kind(run, "finetune")]
-    assert len(tuned) == len(set(tuned)) == 2 * len(chosen) and {e for e, _ in tuned} == chosen
+    assert len(tuned) == len(set(tuned)) == 2 * len(chosen)
+    assert {e for e, _ in tuned} == chosen
     for record in of_kind(run, "finetune"):
         assert record["strategies"] == [
             n for n, f in selection["picks"].items() if f["epoch"] == record["epoch"]
@@ -246,7 +250,8 @@ def test_fine_tuning_is_that_of_plain_torch_and_pairs_checkpoints(run):
                 len(target.train), 16, 4, stream_seed(3, "finetune order", record["run"], k)
             ):
                 step(model.train(), target.train, index, optimiser)
-        assert record["steps"] == [0, 3, 5, 8] and len(record["validation"]) == 4
+        assert record["steps"] == [0, 3, 5, 8]
+        assert len(record["validation"]) == 4
         assert record["validation_loss"] == record["validation"][-1]
         assert record["validation_loss"] == pytest.approx(error(model, target.validation), rel=1e-3)
         finals[record["epoch"], record["run"]] = record["validation_loss"]
@@ -264,8 +269,10 @@ def test_fine_tuning_may_end_when_it_has_saturated(tmp_path):
     transfer.begin(tmp_path / "run", None, settings)
     (record,) = of_kind(tmp_path / "run", "finetune")
     losses = record["validation"]
-    assert len(losses) < 17 and len(losses) - 1 - losses.index(min(losses)) == 2
-    assert record["validation_loss"] == losses[-1] and record["ended_by"] == "saturation"
+    assert len(losses) < 17
+    assert len(losses) - 1 - losses.index(min(losses)) == 2
+    assert record["validation_loss"] == losses[-1]
+    assert record["ended_by"] == "saturation"
     ends = " ".join(tables.setting([TransferRun.read(tmp_path / "run")]))
     assert (
         "section 4.2 (2 validations without a fall by 0 %), or its epochs; 1 of 1 runs saturated."
@@ -303,10 +310,8 @@ def test_hugging_faces_model_in_bfloat16(tmp_path):
     }
     transfer.begin(tmp_path / "run", None, {**settings, "epochs": 1, "finetune_runs": 1})
     start, first = lines(tmp_path / "run")[:2]
-    assert (
-        0 < first["measures"]["local_redundancy"]["value"]
-        and first["measures"]["linear_probe"]["value"] < 10
-    )
+    assert 0 < first["measures"]["local_redundancy"]["value"]
+    assert first["measures"]["linear_probe"]["value"] < 10
     assert start["parameters"] == sum(p.numel() for p in PatchTST(**SIZES, **kwargs).parameters())
 
 
@@ -317,9 +322,8 @@ def test_compiled_training_is_the_same(tmp_path, run):
         tmp_path / "run", None, {**TINY, "model_kwargs": kwargs, "seed": 3, "compile": True}
     )
     for a, b in zip(of_kind(tmp_path / "run", "finetune"), of_kind(run, "finetune")):
-        assert a["epoch"] == b["epoch"] and a["validation_loss"] == pytest.approx(
-            b["validation_loss"], rel=1e-3
-        )
+        assert a["epoch"] == b["epoch"]
+        assert a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-3)
 
 
 # -- parts
@@ -328,15 +332,18 @@ def test_compiled_training_is_the_same(tmp_path, run):
 
 def test_an_epoch_is_one_pass_or_a_number_of_steps():
     one = batches(50, 16, 0, seed=1)
-    assert [len(b) for b in one] == [16, 16, 16, 2] and sorted(torch.cat(one).tolist()) == list(
-        range(50)
-    )
+    assert [len(b) for b in one] == [16, 16, 16, 2]
+    assert sorted(torch.cat(one).tolist()) == list(range(50))
     many = torch.cat(batches(50, 16, 7, seed=1)).tolist()
-    assert len(many) == 112 and sorted(many[:50]) == sorted(many[50:100]) == list(range(50))
+    assert len(many) == 112
+    assert sorted(many[:50]) == sorted(many[50:100]) == list(range(50))
     assert torch.equal(torch.cat(batches(50, 16, 2, seed=1)), torch.tensor(many[:32]))
-    assert evenly(54, 4)[-1] == 54 and evenly(1, 4) == [1]
+    assert evenly(54, 4)[-1] == 54
+    assert evenly(1, 4) == [1]
     rate = cosine(2e-3, 648)
-    assert rate(0) == 2e-3 and rate(324) == pytest.approx(1e-3) and 0 < rate(647) < 1e-7
+    assert rate(0) == 2e-3
+    assert rate(324) == pytest.approx(1e-3)
+    assert 0 < rate(647) < 1e-7
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
@@ -352,7 +359,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         net.validate(series("source").validation, 1)
 
 
-def wrong_shape(channels, context, horizon) -> nn.Module:
+def wrong_shape(channels, context, horizon):
     return nn.Linear(channels, channels)
 
 
@@ -411,12 +418,10 @@ def test_the_presets():
         2,
         6,
     )
-    assert (
-        paper.redundancy_per_epoch == 4
-        and paper.dormant_threshold == 0.05
-        and paper.dormant_by == "mean"
-        and len(paper.strategies) == 6
-    )
+    assert paper.redundancy_per_epoch == 4
+    assert paper.dormant_threshold == 0.05
+    assert paper.dormant_by == "mean"
+    assert len(paper.strategies) == 6
     for name in ("small", "demo"):
         assert resolve(TransferOptions, PRESETS, name, {}).device == "cpu"
 
@@ -426,7 +431,8 @@ def test_the_command(tmp_path, cli):
     del few["source"]
     out = tmp_path / "run"
     captured = cli(f"transfer demo --out {out} --source generated:4 --seed 9", *as_arguments(few))
-    assert captured.out.split() == ["run:", str(out)] and not captured.err
+    assert captured.out.split() == ["run:", str(out)]
+    assert not captured.err
     config = json.loads((out / "config.json").read_text())
     assert (config["driver"], config["preset"], config["options"]["seed"]) == (
         "transfer",
@@ -447,9 +453,8 @@ def test_the_command(tmp_path, cli):
     ]
     before = (out / "records.jsonl").read_text()
     cli(f"transfer --resume --out {out}")
-    assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (
-        out / "records.jsonl"
-    ).read_text()
+    assert [line["kind"] for line in lines(out)][-1] == "resume"
+    assert before in (out / "records.jsonl").read_text()
     cli("transfer --options", says="redundancy_per_epoch=4\n")
 
 

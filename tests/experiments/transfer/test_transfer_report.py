@@ -1,10 +1,7 @@
 """The report of transfer runs: means, paired differences, what is left out and what is said."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +20,12 @@ from fastlr.experiments.transfer.tables import setting
 PICKS = {0: (3, 2, 3, 1, 1, 0), 1: (2, 2, 3, 2, 1, 0), 2: (3, 3, 3, 2, 1, 0), 3: (2, 1, 3, 3, 1, 0)}
 
 
-def final(seed: int, epoch: int, number: int) -> float:
+def final(seed, epoch, number):
     """The loss of a fine-tuning run, as the simulated records have it."""
     return 0.3 - 0.02 * epoch + 0.01 * seed + 0.001 * (seed - 1) * epoch + 0.0001 * number
 
 
-def write_run(folder: Path, seed: int, *, runs: int = 2, until: int | None = None, **given) -> Path:
+def write_run(folder, seed, *, runs=2, until=None, **given):
     measures = {
         "weight_norm": {"value": 3.0},
         "dormant_ratio": {"value": 0.1},
@@ -115,7 +112,8 @@ def study(tmp_path):
 
 def test_losses_and_differences_are_those_of_the_records(study):
     runs = read_transfer_runs([study])
-    assert [run.seed for run in runs] == [0, 1, 2, 3] and all(run.complete for run in runs)
+    assert [run.seed for run in runs] == [0, 1, 2, 3]
+    assert all(run.complete for run in runs)
     by_seed = {
         name: [
             np.mean([final(seed, PICKS[seed][i], number) for number in (0, 1)]) for seed in PICKS
@@ -123,7 +121,8 @@ def test_losses_and_differences_are_those_of_the_records(study):
         for i, name in enumerate(STRATEGIES)
     }
     for name, mean in losses(runs).items():
-        assert mean.value == pytest.approx(np.mean(by_seed[name])) and mean.n == 4
+        assert mean.value == pytest.approx(np.mean(by_seed[name]))
+        assert mean.n == 4
         assert mean.stderr == pytest.approx(np.std(by_seed[name], ddof=1) / 2)
         assert mean.high - mean.value == pytest.approx(3.182 * mean.stderr, rel=2e-3)
     found = {(d.first, d.second): d for d in differences(runs)}
@@ -137,7 +136,8 @@ def test_losses_and_differences_are_those_of_the_records(study):
         "pairing takes out what seeds share"
     )
     assert found["linear_probe", "no_pretraining"].lower == 4
-    assert runs[0].spent("train") == 90 and runs[0].spent() == 90 + 6 * len(runs[0].tunings)
+    assert runs[0].spent("train") == 90
+    assert runs[0].spent() == 90 + 6 * len(runs[0].tunings)
 
 
 def test_findings_say_what_can_be_told_of_local_redundancy(study):
@@ -157,10 +157,8 @@ def test_findings_say_what_can_be_told_of_local_redundancy(study):
             assert sentence.startswith("It cannot be told")
         else:
             assert ("lower" if sign * pair.mean.value < 0 else "higher") in sentence
-    assert (
-        "cannot be told from chance" in findings(runs[:1])[0]
-        and "No run has finished" in findings([])[0]
-    )
+    assert "cannot be told from chance" in findings(runs[:1])[0]
+    assert "No run has finished" in findings([])[0]
 
 
 def test_the_report(study, cli):
@@ -193,9 +191,8 @@ def test_the_report(study, cli):
     assert numbers["losses"]["validation_loss"]["value"] == best.value
     loss = np.mean([final(3, 1, i) for i in (0, 1)])
     assert numbers["losses_by_seed"]["3"]["local_redundancy"] == pytest.approx(loss)
-    assert (
-        numbers["picks"]["1"]["dormant_ratio"]["epoch"] == 2 and len(numbers["differences"]) == 15
-    )
+    assert numbers["picks"]["1"]["dormant_ratio"]["epoch"] == 2
+    assert len(numbers["differences"]) == 15
 
 
 def test_the_files_own_local_redundancy_stands_beside_that_of_the_epoch(tmp_path):
@@ -207,7 +204,8 @@ def test_the_files_own_local_redundancy_stands_beside_that_of_the_epoch(tmp_path
     write_lines(run, lines)
     by_slug = {sheet.slug: sheet for sheet in write_transfer_report([run], figures="none").sheets}
     columns = by_slug["pretraining"].columns
-    assert tuple(columns[3:5]) == ("LR", "LR, file") and by_slug["pretraining"].rows[1][3:5] == (
+    assert tuple(columns[3:5]) == ("LR", "LR, file")
+    assert by_slug["pretraining"].rows[1][3:5] == (
         "200",
         "999",
     )
@@ -225,9 +223,11 @@ def test_unfinished_runs_are_left_out_and_named(study):
     with pytest.warns(FastlrWarning, match="left out what has no records yet .gone."):
         report = write_transfer_report([study], study / "out", figures="none")
     text = report.sheets[0].markdown()
-    assert "Left out, as they are not finished: study/seed-0." in text and "3 seeds for 120" in text
+    assert "Left out, as they are not finished: study/seed-0." in text
+    assert "3 seeds for 120" in text
     numbers = json.loads((report.folder / "report.json").read_text())
-    assert list(numbers["losses_by_seed"]) == ["1", "2", "3"] and report.figures == ()
+    assert list(numbers["losses_by_seed"]) == ["1", "2", "3"]
+    assert report.figures == ()
     assert [row[0] for row in report.sheets[2].rows] == ["0", "1", "2", "3"], (
         "the curves are of the finished ones"
     )
@@ -238,15 +238,13 @@ def test_unfinished_runs_are_left_out_and_named(study):
 def test_what_there_is_of_a_run_is_shown(tmp_path, cli):
     run = write_run(tmp_path / "run", 1, until=3)
     out = cli(f"report {run}").out
-    assert (
-        "No run has finished its fine-tuning yet." in out
-        and "Differences need two finished seeds." in out
-    )
-    assert (run / "report" / "pretraining.png").exists() and not (
-        run / "report" / "finetuning.png"
-    ).exists()
+    assert "No run has finished its fine-tuning yet." in out
+    assert "Differences need two finished seeds." in out
+    assert (run / "report" / "pretraining.png").exists()
+    assert not (run / "report" / "finetuning.png").exists()
     one = write_transfer_report([write_run(tmp_path / "whole", 1)], figures="png")
-    assert "One seed has no standard error" in one.sheets[0].markdown() and len(one.figures) == 2
+    assert "One seed has no standard error" in one.sheets[0].markdown()
+    assert len(one.figures) == 2
     assert one.sheets[2].notes[1] == "One seed."
     assert "±" not in "".join(row[1] for row in one.sheets[0].rows)
 
@@ -258,7 +256,8 @@ def test_an_earlier_run_is_set_against_the_paper_by_what_its_options_meant_then(
         del config["options"][name]
     (run / "config.json").write_text(json.dumps(config))
     text = " ".join(setting([TransferRun.read(run)]))
-    assert "norm_batch 0 for 256; " in text and "redundancy_probe rademacher for sampled; " in text
+    assert "norm_batch 0 for 256; " in text
+    assert "redundancy_probe rademacher for sampled; " in text
     assert "dormant_by absolute for mean; " in text
 
 
@@ -300,13 +299,14 @@ def test_the_drivers_records_are_understood(tmp_path):
     for seed in (0, 1):
         transfer.begin(tmp_path / f"seed-{seed}", None, {**TINY, "seed": seed, "epochs": 2})
     report = write_transfer_report([tmp_path], figures="png")
-    assert len(report.figures) == 2 and len(report.sheets[0].rows) == 6
+    assert len(report.figures) == 2
+    assert len(report.sheets[0].rows) == 6
     (run, _) = read_transfer_runs([tmp_path])
     x, y = run.redundancy_points()
-    assert x.tolist() == [0, 0.5, 1, 1.5, 2] and (y > 0).all()
-    assert np.isfinite(run.measure("linear_probe")[1:]).all() and math.isnan(
-        run.measure("linear_probe")[0]
-    )
+    assert x.tolist() == [0, 0.5, 1, 1.5, 2]
+    assert (y > 0).all()
+    assert np.isfinite(run.measure("linear_probe")[1:]).all()
+    assert math.isnan(run.measure("linear_probe")[0])
     assert 0 < run.spent("train") < run.spent()
     assert report.sheets[-1].rows[0][:4] == (run.name, "2/2", str(len(run.tunings)), "yes")
     assert "generated:1 for ETTm1" in report.sheets[0].markdown()

@@ -5,41 +5,57 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.experiments.data import Task, TaskSequence
+from fastlr.errors import ModelError
+from fastlr.experiments.data import Task, TaskSequence, normalise
 from fastlr.experiments.runs.folder import stream_seed
-from fastlr.experiments.training.data_parallel import Parallel
+from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.options import TrainingOptions
 
 INTERVENTIONS: dict[str, type[Intervention]] = {}  # by name, in the order in which they act
 
 
-class Learner(Protocol):
-    """The part of `fastlr.experiments.continual.trainer.Trainer` that interventions use.
+class Learner(TrainingLoop):
+    """A training loop that learns tasks, as far as interventions use it.
 
-    ``initial`` is the model's state dict at initialisation, on the device; the model is there, or
-    will be loaded with a later state. ``tasks`` are those that it learns.
+    Attributes:
+        options: Of the run: a class that is made of what is declared here.
+        channels_last: Layout of images.
+        initial: The model's state dict at initialisation, on the device. The model is there, or
+            will be loaded with a later state.
+        tasks: Those that it learns.
     """
 
-    model: nn.Module
-    options: Any  # of the run: a class that is made of what is declared here
-    device: torch.device
-    parallel: Parallel
+    options: Any
+    channels_last: bool
     initial: Mapping[str, Tensor]
     tasks: TaskSequence
 
-    @property
-    def optimiser(self) -> torch.optim.Optimizer: ...  # noqa: D102
-    @property
-    def step_mode(self) -> str: ...  # noqa: D102
-    def autocast(self) -> torch.autocast: ...  # noqa: D102
-    def as_input(self, x: Any) -> Any: ...  # noqa: D102
-    def normalised(self, images: Tensor, dtype: torch.dtype = ...) -> Tensor: ...  # noqa: D102
-    def head(self) -> nn.Linear: ...  # noqa: D102
+    def normalised(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `normalise` of images in the run's layout."""
+        return normalise(images, dtype, channels_last=self.channels_last)
+
+    def head(self) -> nn.Linear:
+        """Return the linear layer that makes the logits.
+
+        Raises:
+            ModelError: There is none.
+        """
+        heads = [
+            m
+            for m in self.model.modules()
+            if isinstance(m, nn.Linear) and m.out_features == self.options.classes
+        ]
+        if not heads:
+            raise ModelError(
+                f"head_reset wants a model that ends in nn.Linear with {self.options.classes} "
+                "outputs: use another, or head_reset=no"
+            )
+        return heads[-1]
 
 
 class Intervention:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastlr
 from fastlr.errors import InputError
@@ -70,6 +71,7 @@ class RedundancyFloor(Intervention, name="redundancy_floor", source="here"):
         x = self.images.batch(
             self.steps * n, (self.steps + 1) * n, seed=seed, device=self.trainer.device
         )
+        assert isinstance(x, Tensor)
         with torch.enable_grad(), self.trainer.autocast():
             value = fastlr.redundancy_loss(
                 self.trainer.model, self.trainer.as_input(x), seed=seed + self.steps

@@ -1,12 +1,12 @@
 """Find which variants of the kernels a network launches, with no GPU.
 
-Usage: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
+Usage: ``python -m bench.launched_kernels NETWORK DTYPE ARCH...``.
 
 The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and
 run once more with every op on its Triton kernel, where each launch is noted instead of made; its
 results are zeros. A variant is what Triton would compile for the launch: types of the arguments,
 constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant: resource usage} for
-each architecture, by the compiler of bench/compile_kernels.py.
+each architecture, by the compiler of compile_kernels.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,13 +24,11 @@ from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
 import fastlr
+from bench import compile_kernels, traffic
 from fastlr import ops
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.verification.audit import Audits
 from fastlr.kernels.launching import FUSED
-
-sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
-from bench import compile_kernels, traffic  # noqa: E402
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -136,10 +133,13 @@ def main() -> None:
     torch.manual_seed(0)
     predictive: Any
     if name == "patchtst":
-        model, x, predictive = PatchTST().eval(), torch.randn(BATCH, 512, 7), fastlr.Gaussian()
+        model = PatchTST().eval()
+        x = torch.randn(BATCH, 512, 7)
+        predictive = fastlr.Gaussian()
     else:
         model = torchvision.models.get_model(name, num_classes=2).eval()
-        x, predictive = torch.randn(BATCH, 3, 224, 224), fastlr.Categorical()
+        x = torch.randn(BATCH, 3, 224, 224)
+        predictive = fastlr.Categorical()
         if dtype != "fp32":
             model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     found = launched(model, x, kind, predictive)
