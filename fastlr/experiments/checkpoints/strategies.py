@@ -259,7 +259,7 @@ def picks(
         Strategy to "pick" (of equal values the first), "rule" ("least" or "greatest"), "candidates"
         (checkpoint to value) and "definition".
     """
-    records = []
+    records: list[dict[str, Any]] = []
     for checkpoint, estimate in estimates.items():
         redundancy = {"value": estimate.value, "definition": "local redundancy"}
         measures = {"local_redundancy": redundancy, **measured[checkpoint]}
