@@ -32,7 +32,8 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 _SMALL = 1 << 14  # elements of an output whose samples are asked for until every two were apart
 _SINGLE = 32  # samples at most that are among copies of themselves alone
-_FEWEST, _OF_LARGE, _AGAIN = 6, 3, 2  # splits: at least, of larger ones, of a loss that has passed
+_OF_LARGE = 3  # splits of the samples of larger outputs, and samples alone
+_FEWEST, _AGAIN = 6, 2  # splits: at least, of a loss that has passed
 _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 # Relative difference of gradients that is taken for rounding, by the digits that they have.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
@@ -227,8 +228,9 @@ class _Company:
         for turn, rows in enumerate(self._parts()):
             yield rows if turn % 2 == 0 else rows[:1], rows
         if not self.times:
+            most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(0))
-            yield from ((row, row) for row in order[:_SINGLE].split(1))
+            yield from ((row, row) for row in order[:most].split(1))
 
     def _among_copies(self, copied: Tensor, kept: Tensor) -> Tensor:
         """Return the sample of each place: those kept in theirs, elsewhere the copied in turn."""
