@@ -39,6 +39,11 @@ class Loaded(NamedTuple):
     gate: Tensor | None = None
     gradient_at_output: bool = False
 
+    @property
+    def is_cuda(self) -> bool:
+        """True if it is on a GPU, as of tensors."""
+        return self.tensor.is_cuda
+
 
 class Block(NamedTuple):
     """A convolution with its batch norm folded into it, and the activation that follows.

@@ -320,7 +320,7 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and a.is_cuda for a in leaves(args))
+    return any(getattr(a, "is_cuda", False) for a in args)
 
 
 @cache

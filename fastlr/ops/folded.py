@@ -59,7 +59,7 @@ def through_loading(
         gx, of_gate = ops.run("gate_grad", gx, active, x.gate)
     if at_activation is not None:
         gx = gx + at_activation
-    if not x.gradient_at_output:
+    if x.activation != "none" and not x.gradient_at_output:
         gx = ops.run("activation_grad", gx, x.tensor, x.activation)
     return gx, of_gate
 
@@ -101,9 +101,7 @@ def conv_and_product(
     Returns (output, kept, unfolded convolution).
     """
     product = aten.convolution(x, block.weight.to(x.dtype), None, *block.geometry)
-    per_channel = [-1, *[1] * (x.ndim - 2)]
-    scale = block.statistics[0].to(x.dtype).view(per_channel)
-    bias = block.bias.to(x.dtype).view(per_channel)
+    bias, scale, _, _ = block.channels.to(x.dtype).view(4, -1, *[1] * (x.ndim - 2))
     pre = torch.addcmul(bias, product, scale)
     return *_activated(pre, block.activation, residual), product
 

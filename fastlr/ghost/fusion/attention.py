@@ -25,7 +25,8 @@ _ABSENT = (
     "static_k",
     "static_v",
 )  # left to torch where given
-_FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal")  # likewise where true
+# Likewise where true.
+_FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal", "need_weights")
 
 
 def self_attention(
@@ -42,15 +43,13 @@ def self_attention(
     bound.apply_defaults()
     given = bound.arguments
     x, heads, weight = given["query"], given["num_heads"], given["in_proj_weight"]
-    plain = (
-        x is given["key"] is given["value"]
-        and type(x) is Tensor  # a subclass may have its own
-        and all(given[name] is None for name in _ABSENT)
-        and not any(given[name] for name in _FALSE)
-        and not given["need_weights"]
-        and not (given["training"] and given["dropout_p"])
-    )
-    if not plain or x.ndim != 3 or weight is None:
+    if x is not given["key"] or x is not given["value"]:
+        return None
+    if type(x) is not Tensor:  # a subclass may have its own
+        return None
+    if any(given[name] is not None for name in _ABSENT) or any(map(given.get, _FALSE)):
+        return None
+    if (given["training"] and given["dropout_p"]) or x.ndim != 3 or weight is None:
         return None
     x, width = x.transpose(0, 1), x.shape[-1]
     fits = (

@@ -35,8 +35,9 @@ from fastlr.ghost.fusion.squeeze_excitation import (
     PRODUCTS,
     gate,
     is_gate,
+    is_whole_mean,
+    keeps_axes,
     squeeze,
-    whole_mean,
 )
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import no_torch_function_of_subclasses
@@ -65,8 +66,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """Make the call as the model says."""
-        func, args, kwargs = self.with_values()
-        return func(*args, **kwargs)
+        return self.func(*computed(self.args), **computed(self.kwargs))
 
 
 Handler = Callable[[Blocks, Call], Any]
@@ -295,13 +295,10 @@ def _product_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Pr
 
 def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the mean of a block's result over all positions as its kernel gives it, or None."""
-    if not args or not isinstance(args[0], Pending):
-        return None
-    keeps_axes = whole_mean(func, args, kwargs)
-    if keeps_axes is None:
+    if not is_whole_mean(func, args, kwargs) or not isinstance(args[0], Pending):
         return None
     result = args[0].mean_over_positions()
-    return result if result is None or keeps_axes else result.flatten(1)
+    return result if result is None or keeps_axes(func, kwargs) else result.flatten(1)
 
 
 # Calls that may run in another way: their kind, and the functions that return the result of such a

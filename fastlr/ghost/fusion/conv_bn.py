@@ -236,10 +236,9 @@ class FoldedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Tensor | None
+        ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        tensors = BlockTensors(*given)  # type: ignore[arg-type]
-        neighbours = options.neighbours or ALONE
+        tensors, neighbours = BlockTensors(*given), options.neighbours or ALONE
         x, weight = _cast(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
         fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
@@ -264,7 +263,8 @@ class FoldedConv(torch.autograd.Function):
         if options.neighbours is None:
             return out
         ctx.set_materialize_grads(False)
-        return out, tensors.x if neighbours.shares_x else None, mean
+        shared = tensors.x if neighbours.shares_x else None
+        return out, shared, mean
 
     @staticmethod
     def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:

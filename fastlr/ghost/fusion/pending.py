@@ -56,17 +56,18 @@ class Activated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, activation: str, gradient_at_output: bool) -> Tensor:
         """Return the activation, and save what its derivative needs."""
-        ctx.save_for_backward(*(() if gradient_at_output else (tensor,)))
-        ctx.act = act
-        return ACTIVATIONS[act](tensor)
+        if not gradient_at_output:
+            ctx.save_for_backward(tensor)
+        ctx.activation = activation
+        return ACTIVATIONS[activation](tensor)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         """Apply the derivative, unless somebody else does."""
-        if ctx.saved_tensors:
-            g = ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
+        for tensor in ctx.saved_tensors:
+            g = ops.run("activation_grad", g, tensor, ctx.activation)
         return g, None, None
 
 
@@ -280,34 +281,43 @@ class Pending(Lazy):
         With ``mean``: (before the activation, mean after it).
         """
         assert self.batch_norm is not None
-        (x, weight, bias, geometry), (running_mean, var, gamma, beta, eps) = (
-            self.convolution,
-            self.batch_norm,
-        )
-        loaded, added = loaded_of(x), None
+        loaded, residual = loaded_of(self.convolution.x), None
         if self.residual is not None:
-            added = loaded_of(self.residual)
-        residual = None if added is None else added.tensor
+            residual = loaded_of(self.residual)
+        _, weight, bias, geometry = self.convolution
+        running_mean, var, gamma, beta, eps = self.batch_norm
         options = BlockOptions(eps, activation, self.dtype, geometry)
         tensors = BlockTensors(
-            loaded.tensor, weight, bias, gamma, beta, residual, running_mean, var, loaded.gate
+            loaded.tensor,
+            weight,
+            bias,
+            gamma,
+            beta,
+            residual and residual.tensor,
+            running_mean,
+            var,
+            loaded.gate,
         )
-        weights = self.blocks.weights
+        reads_pending = isinstance(self.convolution.x, Lazy) or isinstance(self.residual, Lazy)
         with torch.autocast(self.device.type, enabled=False):
-            if not (mean or isinstance(x, Lazy) or isinstance(self.residual, Lazy)):
-                return FoldedConv.apply(weights, options, *tensors), None
-            neighbours = Neighbours(
-                loaded.activation,
-                loaded.gradient_at_output,
-                residual_activation="none" if added is None else added.activation,
-                shares_x=isinstance(x, Lazy) and loaded.tensor.requires_grad,
-                mean=mean,
-            )
-            options = options._replace(neighbours=neighbours)
-            out, shared, means = FoldedConv.apply(weights, options, *tensors)
-        if neighbours.shares_x:
-            x.pass_on(shared)  # type: ignore[attr-defined]
+            if not reads_pending and not mean:
+                return FoldedConv.apply(self.blocks.weights, options, *tensors), None
+            options = options._replace(neighbours=self._neighbours(loaded, residual, mean))
+            out, shared, means = FoldedConv.apply(self.blocks.weights, options, *tensors)
+        if shared is not None:
+            self.convolution.x.pass_on(shared)  # type: ignore[attr-defined]
         return out, means
+
+    def _neighbours(self, loaded: Loaded, residual: Loaded | None, mean: bool) -> Neighbours:
+        """Return what the block does for those whose results it reads, and who read its mean."""
+        pending = isinstance(self.convolution.x, Lazy)
+        return Neighbours(
+            loaded.activation,
+            loaded.gradient_at_output,
+            residual_activation=residual.activation if residual else "none",
+            shares_x=pending and loaded.tensor.requires_grad,
+            mean=mean,
+        )
 
     @property
     def may_leave_activation(self) -> bool:

@@ -53,22 +53,22 @@ def _is_little(x: Tensor) -> bool:
     return x.ndim == 3 and prod(x.shape[1:]) < _LITTLE
 
 
-def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | None:
-    """Whether a call that is a mean over all spatial axes keeps them; None if it is none."""
-    x, size = args if len(args) == 2 else (None, None)
-    if not isinstance(x, Tensor) or x.ndim < 3:
-        return None
-    sizes = list(size) if isinstance(size, (tuple, list)) else [size]
+def is_whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return True for a call of one of MEANS that is over all spatial axes."""
+    if len(args) != 2 or not isinstance(args[0], Tensor):
+        return False
+    axes, numbers = args[0].ndim, args[1]  # sizes of the result, or summed axes
+    numbers = numbers if isinstance(numbers, (tuple, list)) else [numbers]
     if func in _POOLS:
-        whole = x.ndim == _POOLS[func] + 2 and all(n == 1 for n in sizes) and not kwargs
-    else:
-        axes = [axis % x.ndim for axis in sizes if isinstance(axis, int)]
-        whole = (
-            len(axes) == len(sizes)
-            and sorted(axes) == list(range(2, x.ndim))
-            and kwargs.keys() <= {"keepdim"}
-        )
-    return func in _POOLS or bool(kwargs.get("keepdim")) if whole else None
+        return axes == _POOLS[func] + 2 and all(n == 1 for n in numbers) and not kwargs
+    if axes < 3 or not all(isinstance(n, int) for n in numbers) or kwargs.keys() - {"keepdim"}:
+        return False
+    return sorted(n % axes for n in numbers) == list(range(2, axes))
+
+
+def keeps_axes(func: Callable, kwargs: dict[str, Any]) -> bool:
+    """Return True for a call of one of MEANS whose result has the spatial axes, of size 1."""
+    return func in _POOLS or bool(kwargs.get("keepdim"))
 
 
 def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -76,7 +76,7 @@ def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | Non
 
     None if the call is not one that `Squeeze` can take.
     """
-    if whole_mean(func, args, kwargs) is None or not args[0].requires_grad or args[0].is_leaf:
+    if not is_whole_mean(func, args, kwargs) or not args[0].requires_grad or args[0].is_leaf:
         return None
     if func not in _POOLS and _is_little(args[0]):
         return None

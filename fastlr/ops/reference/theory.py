@@ -21,6 +21,8 @@ from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 
+Parameters = dict[str, Tensor]
+
 
 def local_redundancy_exact(
     model: nn.Module,
@@ -71,49 +73,16 @@ def local_redundancy_exact(
         raise InputError(f"n must be an integer of at least 1, not {n!r}")
     if not isinstance(candidates, Tensor) or candidates.ndim < 1 or len(candidates) < 1:
         raise InputError("candidates must be a tensor [K, ...] with at least one input")
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
-    grid = [epsilon * quarter / 4 for quarter in (1, 2, 3)] if etas is None else list(etas)
-    if not all(math.isfinite(eta) and 0 <= eta <= epsilon for eta in grid):
-        raise InputError(f"etas must lie in [0, epsilon = {epsilon}], not {grid}")
-    steps = sorted({0.0, float(epsilon), *grid})
-
+    steps = _steps(epsilon, etas)
     model = deepcopy(model).cpu().double().eval()
     candidates = candidates.detach().cpu()
+    if candidates.is_floating_point():
+        candidates = candidates.double()
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ModelError("the model has no trainable parameters: nothing spans a local family")
-    if candidates.is_floating_point():
-        candidates = candidates.double()
-
-    def log_probabilities(values: dict[str, Tensor]) -> Tensor:
-        logits = functional_call(model, values, (candidates,))
-        if (
-            not isinstance(logits, Tensor)
-            or logits.ndim != 2
-            or logits.shape[1] < 2
-            or len(logits) != len(candidates)
-        ):
-            raise InputError(
-                "the model must map candidates [K, ...] to logits [K, C] with C of at least 2"
-            )
-        return logits.log_softmax(-1)
-
-    with torch.enable_grad():
-        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-        base = log_probabilities(leaves)
-        pairs = base.flatten()  # log P(c | x_k) at k * C + c
-        wanted = list(leaves.values())
-        rows = [
-            torch.autograd.grad(pair, wanted, retain_graph=True, materialize_grads=True)
-            for pair in pairs
-        ]
-    scores = {
-        name: torch.stack(column)
-        for name, column in zip(leaves, zip(*rows, strict=True), strict=True)
-    }
+    base, scores = _scores(model, candidates, parameters)
     inputs, classes = base.shape
-    base = base.detach().flatten()
 
     count = math.comb(inputs * classes + n - 1, n)
     members = 1 + count * (len(steps) - 1)
@@ -126,35 +95,15 @@ def local_redundancy_exact(
         )
     # [M, K * C] counts.
     datasets = torch.tensor(list(_multisets(inputs * classes, n)), dtype=torch.float64)
-
-    # One family member for each dataset and positive step; the step is up the summed score, down
-    # the loss.
-    def distributions(eta: float) -> Tensor:
-        def one(counts: Tensor) -> Tensor:
-            moved = {
-                name: p + eta * torch.tensordot(counts, scores[name], dims=1)
-                for name, p in parameters.items()
-            }
-            return log_probabilities(moved).flatten()
-
-        with torch.no_grad():
-            result = torch.stack([one(counts) for counts in datasets])  # [M, K * C]
-        if not result.isfinite().all():
-            raise NonFiniteError(
-                f"a step of eta = {eta} leads to log-probabilities that are not finite: lower "
-                "epsilon"
-            )
-        return result
-
-    base_fit = datasets @ base
+    base_fit = datasets @ base.flatten()
     best = base_fit.clone()  # eta = 0
     for eta in steps[1:]:
-        family = distributions(eta)
+        family = _moved(model, candidates, parameters, scores, datasets, eta)
         if own_dataset_only:
             best = torch.maximum(best, (datasets * family).sum(1))
-        else:
-            for rows in family.split(1024):
-                best = torch.maximum(best, (datasets @ rows.T).amax(1))
+            continue
+        for rows in family.split(1024):
+            best = torch.maximum(best, (datasets @ rows.T).amax(1))
 
     # Z(x^n) - 1 = sum_y P_0(y) (sup P / P_0 - 1): expm1 keeps small redundancies accurate.
     table = datasets.view(-1, inputs, classes)
@@ -166,6 +115,73 @@ def local_redundancy_exact(
     _, group = torch.unique(of_input, dim=0, return_inverse=True)
     z = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, excess)
     return float(torch.log1p(z).max())
+
+
+def _steps(epsilon: float, etas: Sequence[float] | None) -> list[float]:
+    """Return the step sizes in order, 0 and epsilon among them."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
+    if etas is None:
+        etas = [epsilon * quarter / 4 for quarter in (1, 2, 3)]
+    if not all(math.isfinite(eta) and 0 <= eta <= epsilon for eta in etas):
+        raise InputError(f"etas must lie in [0, epsilon = {epsilon}], not {list(etas)}")
+    return sorted({0.0, float(epsilon), *etas})
+
+
+def _log_probabilities(model: nn.Module, candidates: Tensor, values: Parameters) -> Tensor:
+    """Return log P(c | x_k) [K, C] of the model with these parameters."""
+    logits = functional_call(model, values, (candidates,))
+    fits = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(candidates)
+    if not fits or logits.shape[1] < 2:
+        raise InputError(
+            "the model must map candidates [K, ...] to logits [K, C] with C of at least 2"
+        )
+    return logits.log_softmax(-1)
+
+
+def _scores(
+    model: nn.Module, candidates: Tensor, parameters: Parameters
+) -> tuple[Tensor, Parameters]:
+    """Return (log P(c | x_k) [K, C], its gradients by parameter: [K * C, ...], at k * C + c)."""
+    with torch.enable_grad():
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        base = _log_probabilities(model, candidates, leaves)
+        rows = []
+        for pair in base.flatten():
+            rows.append(
+                torch.autograd.grad(
+                    pair, list(leaves.values()), retain_graph=True, materialize_grads=True
+                )
+            )
+    columns = map(torch.stack, zip(*rows, strict=True))
+    return base.detach(), dict(zip(leaves, columns, strict=True))
+
+
+@torch.no_grad()
+def _moved(
+    model: nn.Module,
+    candidates: Tensor,
+    parameters: Parameters,
+    scores: Parameters,
+    datasets: Tensor,
+    eta: float,
+) -> Tensor:
+    """Return the family's members at one step: log P(c | x_k) [M, K * C] after each dataset's.
+
+    The step is up the summed score of the dataset, down its loss.
+    """
+    members = []
+    for counts in datasets:
+        moved = {}
+        for name, p in parameters.items():
+            moved[name] = p + eta * torch.tensordot(counts, scores[name], dims=1)
+        members.append(_log_probabilities(model, candidates, moved).flatten())
+    family = torch.stack(members)
+    if not family.isfinite().all():
+        raise NonFiniteError(
+            f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon"
+        )
+    return family
 
 
 def _multisets(kinds: int, size: int) -> Iterator[tuple[int, ...]]:
