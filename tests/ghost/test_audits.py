@@ -109,6 +109,8 @@ def test_audits_keep_within_their_share_of_the_time(monkeypatch):
             done += 1
         audits.measured(1.0)
     assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
+    audits.fail(audit.Disproved(0, ""))
+    assert all(audits.due(fresh=False) and audits.draw(4) < 4 for _ in range(9))  # all from then on
 
 
 def test_what_one_rank_finds_changes_what_all_run():
