@@ -72,7 +72,7 @@ def estimator(model, n=40, graphs=True, inputs=None, **how):
     return made
 
 
-def net(device):
+def captured_net(device):
     torch.manual_seed(0)
     return Captured().to(device)
 
@@ -85,7 +85,7 @@ def agree(a, b):
 
 @pytest.mark.parametrize("n", [40, 44])
 def test_same_numbers(device, n):
-    model = net(device)
+    model = captured_net(device)
     with_graphs = estimator(model, n)
     without = estimator(model, n, graphs=False)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device):
             return super().batch(start, stop, **how)
 
     torch.manual_seed(1)
-    inputs, model = Asked(torch.randn(21, 3, 16, 16)), net(device)
+    inputs, model = Asked(torch.randn(21, 3, 16, 16)), captured_net(device)
     graphs = estimator(model, 21, inputs=inputs)
     first = graphs.measure()
     asked.clear()
@@ -127,7 +127,7 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch):
 
     Audits, which have their own share of the time, are switched off here.
     """
-    graphs = estimator(net("cpu"), inputs=Made((3, 16, 16)))
+    graphs = estimator(captured_net("cpu"), inputs=Made((3, 16, 16)))
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
     events = []
@@ -206,7 +206,7 @@ def test_memory_that_a_graph_reads_outlives_what_held_it():
 
 
 def test_weights_may_change_in_between(device):
-    model = net(device)
+    model = captured_net(device)
     graphs, plain = estimator(model), estimator(model, graphs=False)
     graphs.measure()
     replay = graphs.chunks.replays.held[8]
@@ -222,7 +222,7 @@ def test_weights_may_change_in_between(device):
 
 
 def test_weights_that_moved_are_captured_anew(device):
-    model = net(device)
+    model = captured_net(device)
     graphs, plain = estimator(model), estimator(model, graphs=False)
     graphs.measure()
     replay = graphs.chunks.replays.held[8]
@@ -233,7 +233,7 @@ def test_weights_that_moved_are_captured_anew(device):
 
 @pytest.mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
 def test_program_that_changed_is_seen(device, change):
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model)
     graphs.measure()
     if change == "hook":
@@ -250,7 +250,7 @@ def test_program_that_changed_is_seen(device, change):
 
 
 def test_the_program_is_compared_once_a_measurement(device, monkeypatch):
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model)
     graphs.measure()
     asked = []
@@ -285,7 +285,7 @@ def test_after_a_capture_that_failed_all_is_as_before():
 
 
 def test_hidden_state_is_seen_in_the_output(device, monkeypatch):
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model)
     before = graphs.measure()
     if device == "cpu":  # the stand-in runs the program: keep it from noticing
@@ -298,7 +298,7 @@ def test_hidden_state_is_seen_in_the_output(device, monkeypatch):
 
 
 def test_values_that_are_not_finite_raise_as_without(device):
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model)
     graphs.measure()
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_values_that_are_not_finite_raise_as_without(device):
 def test_replayed_time_counts_for_audits(monkeypatch):
     """They have their share of it, as where chunks run as they are."""
     monkeypatch.setattr(audit, "SHARE", 2.0)
-    graphs = estimator(net("cpu"))
+    graphs = estimator(captured_net("cpu"))
     graphs.measure()
     audits = graphs.engine.audits
     audits._measured = audits._spent = audits._last = 0.0
@@ -341,7 +341,7 @@ def test_time_that_ran_apart_is_counted_once(monkeypatch):
 
 def test_idle_time_does_not_count(monkeypatch):
     """Of a measurement that was interrupted between its replays and their checks."""
-    graphs = estimator(net("cpu"))
+    graphs = estimator(captured_net("cpu"))
     graphs.measure()
     monkeypatch.setattr(
         type(graphs.chunks.replays), "doubts", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -356,7 +356,7 @@ def test_idle_time_does_not_count(monkeypatch):
 def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
     monkeypatch,
 ):
-    graphs = estimator(net("cpu"))
+    graphs = estimator(captured_net("cpu"))
     graphs.measure()
     monkeypatch.setattr(audit, "SHARE", 0.0)
     audits = graphs.engine.audits
@@ -369,7 +369,7 @@ def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
 
 
 def test_after_a_failed_audit_nothing_is_replayed():
-    graphs = estimator(net("cpu"))
+    graphs = estimator(captured_net("cpu"))
     graphs.measure()
     recorder = graphs.chunks.replays.held[8].recorder
     before = recorder.replays
@@ -390,7 +390,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
         runs.append(own.dtype)
         return plain(probe, own)
 
-    model = net("cpu")
+    model = captured_net("cpu")
     graphs = estimator(model)
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
@@ -419,7 +419,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
 def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(
     device,
 ):
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model, dtype=torch.bfloat16)
     graphs.measure()
     replay = graphs.chunks.replays.held[8]
@@ -508,7 +508,7 @@ def test_other_threads_draw_random_numbers_during_a_capture(
 
 
 def test_inputs_without_a_kernel_are_copied(device):
-    model = net(device)
+    model = captured_net(device)
     inputs = fastlr.TensorInputs(torch.randn(40, 3, 16, 16))
     agree(
         estimator(model, inputs=inputs).measure(),
@@ -517,7 +517,7 @@ def test_inputs_without_a_kernel_are_copied(device):
 
 
 def test_autocast(device):
-    model = net(device)
+    model = captured_net(device)
     low = {"dtype": torch.bfloat16}
     a = estimator(model, **low).measure()
     b = estimator(model, graphs=False, **low).measure()
@@ -542,7 +542,7 @@ def test_failed_capture_is_told_once_and_measured_without(device):
         def capture(self, function):
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    model = net(device)
+    model = captured_net(device)
     graphs = estimator(model)
     graphs.chunks.replays.recorder = Broken
     result = graphs.measure()
@@ -560,10 +560,10 @@ def test_a_replay_that_writes_nothing_is_seen(device):
         def replay(self):
             pass
 
-    graphs = estimator(net(device), inputs=Made((3, 16, 16)))
+    graphs = estimator(captured_net(device), inputs=Made((3, 16, 16)))
     graphs.chunks.replays.recorder = Empty
     result = graphs.measure()
-    agree(result, estimator(net(device), graphs=False).measure())
+    agree(result, estimator(captured_net(device), graphs=False).measure())
     assert any("CUDA graph dropped" in note for note in result.notes)
 
 

@@ -29,7 +29,7 @@ def forward(m, x):
     return m.b(h) * hidden("scale")
 
 
-def net():
+def written_net():
     return Written(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 4)).eval()
 
 
@@ -50,7 +50,7 @@ def measured(model, x, size=8):
 
 
 def test_an_interaction_that_only_an_audit_can_see_is_refused(always):
-    model, x, v = net(), torch.randn(8, 5), torch.randn(8, 4)
+    model, x, v = written_net(), torch.randn(8, 5), torch.randn(8, 4)
     fastlr.per_sample_grad_sq_norms(model, x, v)
     HIDDEN["alpha"] = 1.0
     with pytest.warns(fastlr.FastlrWarning, match="audit"), pytest.raises(fastlr.InteractionError):
@@ -67,7 +67,7 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
 
     A rule whose assumption no longer holds would go wrong so.
     """
-    model, x = net(), torch.randn(40, 5)
+    model, x = written_net(), torch.randn(40, 5)
     want, calls = measured(model, x).per_sample, 0
 
     def wrong(*args, **kwargs):
@@ -85,7 +85,7 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
 
 
 def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs):
-    model, x = net(), torch.randn(16, 5)
+    model, x = written_net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()
@@ -109,6 +109,8 @@ def test_audits_keep_within_their_share_of_the_time(monkeypatch):
             done += 1
         audits.measured(1.0)
     assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
+    audits.fail(audit.Disproved(0, ""))
+    assert all(audits.due(fresh=False) and audits.draw(4) < 4 for _ in range(9))  # all from then on
 
 
 def test_what_one_rank_finds_changes_what_all_run():
@@ -119,7 +121,7 @@ def test_what_one_rank_finds_changes_what_all_run():
             clean, off, loop, failed = message
             return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
 
-    model, x = net(), torch.randn(16, 5)
+    model, x = written_net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
     )
@@ -135,7 +137,7 @@ def test_what_one_rank_finds_changes_what_all_run():
 
 def test_measurements_that_never_hold_say_so(monkeypatch):
     estimator = fastlr.LocalRedundancy(
-        net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
+        written_net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
     )
     assert not estimator.measure().notes
     monkeypatch.setattr("fastlr.estimator.estimator.holds_on_all", lambda *arguments: False)

@@ -32,7 +32,7 @@ class Unlisted(torch.autograd.Function):
         return g.clone()
 
 
-def net(after):
+def four_blocks(after):
     """Four blocks between a folded convolution of whole images and a linear layer."""
     stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
@@ -55,7 +55,7 @@ def first_call(model, x, v, want):
 @pytest.mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
 def test_all_folds_are_refuted_at_once(after, proofs):
     torch.manual_seed(0)
-    model = net(after)
+    model = four_blocks(after)
     x = torch.randn(5, 3, 4, 4).double()
     v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)

@@ -30,7 +30,7 @@ def dtype_afterwards():
     torch.set_default_dtype(torch.float32)
 
 
-def check(spec):
+def check_drawn(spec):
     """Hold every call on the model of ``spec`` to the truth."""
     torch.set_default_dtype(torch.float64 if spec.double else torch.float32)
     torch.manual_seed(spec.seed)
@@ -68,7 +68,7 @@ def run(examples, **options):
 @run(15, derandomize=True)
 @given(specs())
 def test_random_models(spec):
-    check(spec)
+    check_drawn(spec)
 
 
 @pytest.mark.long
@@ -80,4 +80,4 @@ def test_many_random_models(capsys):
     with capsys.disabled():
         # Which parallel workers share.
         print(f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr)
-    seed(fresh)(run(number)(given(specs())(check)))()
+    seed(fresh)(run(number)(given(specs())(check_drawn)))()

@@ -24,7 +24,7 @@ def right(model, xs, v):
     torch.testing.assert_close(norms(model, given, v), want, rtol=1e-11, atol=0)
 
 
-def net(how):
+def layer_used(how):
     """A linear layer, used as ``how(m, layer, *inputs)`` says."""
     return Written(lambda m, *xs: how(m, m.layer, *xs), layer=nn.Linear(5, 4)).eval()
 
@@ -34,7 +34,7 @@ def net(how):
 
 
 def test_rows_that_are_rolled():
-    model = net(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
+    model = layer_used(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
     for shift in (0, 1, 3):
         x, v = torch.randn(4, 5), torch.randn(4, 4)
         torch.testing.assert_close(
@@ -50,7 +50,7 @@ def test_rows_of_a_tiny_gradient_belong_to_their_sample():
 
     x, v = torch.randn(6, 5), torch.randn(6, 4)
     x[3] *= 1e-7
-    model = net(sorted_cubes)
+    model = layer_used(sorted_cubes)
     model.layer.bias.requires_grad_(False)
     right(model, (x,), v)
 
@@ -190,7 +190,7 @@ def test_counters_of_forward_passes(replaced, train):
             self.calls += 1
         return layer(x)
 
-    model = net(counting).train(train)
+    model = layer_used(counting).train(train)
     model.register_buffer("calls", torch.zeros(()))
     for _ in range(2):
         x, v = torch.randn(6, 5), torch.randn(6, 4)
@@ -213,7 +213,7 @@ def test_embeddings_that_are_shortened_as_they_are_read():
 
 
 def test_a_loop_over_samples_within_the_model():
-    model = net(lambda _, layer, x: torch.stack([layer(row).tanh() for row in x]))
+    model = layer_used(lambda _, layer, x: torch.stack([layer(row).tanh() for row in x]))
     with pytest.warns(fastlr.FastlrWarning, match="another structure"):
         right(model, (torch.randn(6, 5),), torch.randn(6, 4))
     right(model, (torch.randn(5, 5),), torch.randn(5, 4))
@@ -225,12 +225,12 @@ def test_models_that_differentiate_in_their_forward_pass(batch):
         x = x.clone().requires_grad_()
         return torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)[0]
 
-    right(net(force), (torch.randn(batch, 5),), torch.randn(batch, 5))
+    right(layer_used(force), (torch.randn(batch, 5),), torch.randn(batch, 5))
 
 
 @pytest.mark.parametrize("batch, shared", [(2, 2), (3, 3), (4, 4), (4, 3)])
 def test_a_shared_input_as_long_as_the_batch(batch, shared):
-    model = net(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
+    model = layer_used(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
     x = torch.randn(batch, 5)
     keys = torch.randn(shared, 5)
     v = torch.randn(batch, shared)
@@ -312,7 +312,7 @@ def test_a_shared_input_that_the_model_writes_to():
 
 
 def test_a_model_that_begins_to_write_to_its_inputs():
-    model = net(lambda self, layer, x: layer(x.clamp_(-1, 1) if self.layer.clamps else x))
+    model = layer_used(lambda self, layer, x: layer(x.clamp_(-1, 1) if self.layer.clamps else x))
     model.layer.clamps = False
     norms(model, torch.randn(4, 5), torch.randn(4, 4))
     model.layer.clamps = True

@@ -39,7 +39,7 @@ def output_like(model, xs):
     return torch.randn_like(output_of(model, xs)[0]).to(torch.get_default_dtype())
 
 
-def check(call):
+def check_call(call):
     v = output_like(call.model, call.xs)
     want = truth(call.model, call.xs, v, call.shared)
     assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, (
@@ -57,7 +57,7 @@ def check(call):
 @pytest.mark.parametrize("name", [*cases.CASES, *cases.LARGE])
 def test_every_call_is_right_or_refused(name):
     for call in (cases.CASES | cases.LARGE)[name]():
-        check(call)
+        check_call(call)
 
 
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
@@ -75,7 +75,7 @@ def test_every_call_is_right_or_refused(name):
 def test_every_call_is_right_or_refused_in_single_precision(name):
     torch.set_default_dtype(torch.float32)
     for call in (cases.CASES | cases.LARGE)[name]():
-        check(call)
+        check_call(call)
 
 
 # -- one estimate
@@ -136,7 +136,7 @@ def test_models_that_compare_equal():
     assert first == second
     assert engine_for(first) is not engine_for(second)
     for model in (first, second, first):
-        check(Call(model, (torch.randn(4, 5),)))
+        check_call(Call(model, (torch.randn(4, 5),)))
 
 
 def test_a_model_may_say_that_it_equals_everything():
@@ -145,7 +145,7 @@ def test_a_model_may_say_that_it_equals_everything():
     for model in (first, second):
         model.__class__ = state.Equal
     for model in (first, second, first):
-        check(Call(model, (torch.randn(4, 5),)))
+        check_call(Call(model, (torch.randn(4, 5),)))
 
 
 # -- the user's module
@@ -230,7 +230,7 @@ def test_a_buffer_first_written_at_a_later_call_is_put_back():
     model.register_buffer("calls", torch.zeros(()))
     for counts in (False, True, True, False, True):
         model.options["counts"] = counts
-        check(Call(model, (torch.randn(4, 5),)))
+        check_call(Call(model, (torch.randn(4, 5),)))
         assert model.calls.item() == 0
 
 
@@ -408,7 +408,7 @@ def test_running_statistics_may_move():
         compared.append(engine_for(model).comparisons)
     assert engine_for(model).proofs == 1
     assert compared[-1] == compared[0]
-    check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
+    check_call(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
     assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 
 
@@ -452,17 +452,17 @@ class ByLength(nn.Module):
 )
 def test_inputs_that_are_equal_at_first_may_differ_later(equal, unequal):
     model, x = ByLength(), torch.randn(5, 5)
-    check(Call(model, (x, equal)))
-    check(Call(model, (x, unequal), refused=True))
+    check_call(Call(model, (x, equal)))
+    check_call(Call(model, (x, unequal), refused=True))
 
 
 def test_a_copy_of_a_model_has_its_own_engine():
     model = state.HOLDERS["buffer in place"](state.detached)[0]
-    check(Call(model, (torch.randn(4, 5),)))
+    check_call(Call(model, (torch.randn(4, 5),)))
     other = copy.deepcopy(model)
     other.alpha.fill_(1.0)
-    check(Call(other, (torch.randn(4, 5),), refused=True))
-    check(Call(model, (torch.randn(4, 5),)))
+    check_call(Call(other, (torch.randn(4, 5),), refused=True))
+    check_call(Call(model, (torch.randn(4, 5),)))
 
 
 class ByDtype(nn.Module):

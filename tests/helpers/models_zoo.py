@@ -127,7 +127,7 @@ zoo("patchtst_paper_size", long=True)(lambda: patchtst(4))
 
 
 @zoo("patchtst_layernorm_cls_token_trained_positions")
-def _() -> Case:
+def _patchtst_layernorm_cls_token_trained_positions() -> Case:
     case = _patchtst(
         4, norm_type="layernorm", use_cls_token=True, positional_encoding_type="random"
     )
@@ -153,7 +153,7 @@ zoo("gpt2_tied_length_equals_batch")(lambda: _gpt2(5, 5))
 
 
 @zoo("gpt2_masked_padding")
-def _() -> Case:
+def _gpt2_masked_padding() -> Case:
     case = _gpt2(4, 7)
     mask = torch.ones(4, 7, dtype=torch.long)
     mask[1, 4:] = 0
@@ -205,7 +205,7 @@ zoo("mixtral_experts")(lambda: transformer("MixtralForCausalLM", text(), **MIXTR
 
 
 @zoo("peft_lora")
-def _() -> Case:
+def _peft_lora() -> Case:
     from peft import LoraConfig, get_peft_model
 
     case = _gpt2(4, 7)
@@ -219,7 +219,7 @@ def _() -> Case:
 
 
 @zoo("peft_dora_linear")
-def _() -> Case:
+def _peft_dora_linear() -> Case:
     from peft import LoraConfig, get_peft_model
 
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -228,7 +228,7 @@ def _() -> Case:
 
 
 @zoo("timm_resnetv2_standardised")
-def _() -> Case:
+def _timm_resnetv2_standardised() -> Case:
     from timm.layers import StdConv2d
     from timm.models.resnetv2 import ResNetV2
 
@@ -242,7 +242,7 @@ zoo("timm_resnetv2_50", long=True)(
 
 
 @zoo("timm_convmixer")
-def _() -> Case:
+def _timm_convmixer() -> Case:
     from timm.models.convmixer import ConvMixer
 
     return images(ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=4, num_classes=5), 24)

@@ -262,7 +262,7 @@ def _errors(rank: int, device: str) -> dict[str, float]:
     }
 
 
-def net() -> nn.Sequential:
+def three_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
@@ -279,8 +279,8 @@ def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(each * ranks, 12, generator=generator).to(device, dtype)
     y = torch.randn(each * ranks, 3, generator=generator).to(device, dtype)
-    alone, local = net().to(device, dtype), net().to(device, dtype)
-    shared = DistributedDataParallel(net().to(device, dtype), bucket_cap_mb=1)
+    alone, local = three_layers().to(device, dtype), three_layers().to(device, dtype)
+    shared = DistributedDataParallel(three_layers().to(device, dtype), bucket_cap_mb=1)
     hook = distributed.ddp_comm_hook
     shared.register_comm_hook(None, bf16_compress_wrapper(hook) if how == "compressed" else hook)
     own = slice(rank * each, (rank + 1) * each)
@@ -296,7 +296,8 @@ def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     pairs = list(zip(alone.parameters(), shared.module.parameters(), strict=True))
     steps = [
-        (a.double() - p.to(device, dtype).double()) for (a, _), p in zip(pairs, net().parameters())
+        (a.double() - p.to(device, dtype).double())
+        for (a, _), p in zip(pairs, three_layers().parameters())
     ]
     gaps = [(a.double() - b.double()) for a, b in pairs]
     norm = [torch.stack([t.square().sum() for t in ts]).sum().sqrt().item() for ts in (gaps, steps)]
@@ -316,7 +317,7 @@ def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[st
         x = drawn(rank, 100_000)
         model = None
         if when == "in a backward pass":
-            model = DistributedDataParallel(net())
+            model = DistributedDataParallel(three_layers())
             model.register_comm_hook(None, distributed.ddp_comm_hook)
         for k in range(20):
             if rank == 1 and k == 10:

@@ -58,7 +58,7 @@ for _name, (_layer, _shape) in CONVOLUTIONS.items():  # as the first layer, and 
 
 
 @zoo("channels_last")
-def _() -> Case:
+def _channels_last() -> Case:
     model = nn.Sequential(
         nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6), nn.Flatten()
     )
@@ -405,7 +405,7 @@ written(
 
 
 @zoo("two_modules_one_parameter")
-def _() -> Case:
+def _two_modules_one_parameter() -> Case:
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model[2].weight = model[0].weight
     model[4].bias = model[0].bias
@@ -413,7 +413,7 @@ def _() -> Case:
 
 
 @zoo("partly_frozen")
-def _() -> Case:
+def _partly_frozen() -> Case:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3),
         nn.BatchNorm2d(4),
@@ -431,14 +431,14 @@ def _() -> Case:
 
 
 @zoo("only_the_head")
-def _() -> Case:
+def _only_the_head() -> Case:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
     model[0].requires_grad_(False)
     return Case(model.eval(), torch.randn(B, 3, 6, 6))
 
 
 @zoo("only_the_first_bias")
-def _() -> Case:
+def _only_the_first_bias() -> Case:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     ).requires_grad_(False)

@@ -18,7 +18,7 @@ from fastlr.errors import InputError, InteractionError, ModelError, NonFiniteErr
 from fastlr.metrics import curvature_rank, probes, trainability
 
 
-def net(outputs=3, act=nn.Tanh):
+def two_layers(outputs=3, act=nn.Tanh):
     return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
 
 
@@ -27,7 +27,7 @@ def net(outputs=3, act=nn.Tanh):
 
 
 def test_the_noise_scale_is_that_of_the_sample_covariance(double):
-    model = net().eval()
+    model = two_layers().eval()
     x = torch.randn(40, 5)
     y = torch.randint(3, (40,))
     g = gradients(model, F.cross_entropy(model(x), y, reduction="none"))
@@ -83,7 +83,7 @@ def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
 
 def test_a_fresh_network_learns_and_a_dead_one_does_not():
     torch.manual_seed(0)
-    model, x = net(4, nn.ReLU).train(), torch.randn(32, 5)
+    model, x = two_layers(4, nn.ReLU).train(), torch.randn(32, 5)
     with untouched(model):
         fresh = trainability(model, x, learning_rate=1e-2)
     assert (
@@ -109,7 +109,7 @@ def test_a_fresh_network_learns_and_a_dead_one_does_not():
 
 
 def test_it_follows_its_definition_for_every_predictive(double):
-    model, x = net(2), torch.randn(6, 5)
+    model, x = two_layers(2), torch.randn(6, 5)
     for predictive, loss, guess in (
         (fastlr.Categorical(), lambda z, y: F.cross_entropy(z, y), math.log(2)),
         (
@@ -143,7 +143,7 @@ def test_it_follows_its_definition_for_every_predictive(double):
 
 @pytest.mark.parametrize("measure", [trainability, memorization_capacity])
 def test_neighbouring_seeds_share_no_labels(measure):
-    model, x = net(), torch.randn(16, 5)
+    model, x = two_layers(), torch.randn(16, 5)
     options = {"steps": 5, "learning_rate": 0.1}
     alone = [measure(model, x, repeats=1, seed=seed, **options) for seed in (0, 1)]
     assert float(measure(model, x, repeats=2, **options)) != pytest.approx(sum(alone) / 2, rel=1e-6)
@@ -151,7 +151,7 @@ def test_neighbouring_seeds_share_no_labels(measure):
 
 @pytest.mark.parametrize("measure", [trainability, memorization_capacity])
 def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
-    model, x = net(), torch.randn(4, 5)
+    model, x = two_layers(), torch.randn(4, 5)
     parts = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 3)}
     said = Written(lambda m, input_ids, attention_mask: m.head(m.embed(input_ids)), **parts)
     padded = {
@@ -160,7 +160,7 @@ def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
     }
     mask = fastlr.Categorical(mask=torch.tensor([True, True, True, False]))
     for network, given, predictive, says in (
-        (net(1), x, fastlr.Categorical(), "has size 1"),
+        (two_layers(1), x, fastlr.Categorical(), "has size 1"),
         (model, x, fastlr.Categorical(dim=0), "dim must be another axis"),
         (model, x, mask, "leave the mask out"),
         (said, padded, fastlr.Categorical(), "has padding"),
@@ -177,7 +177,7 @@ def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
 
 def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
     """Two classes: the matrix itself, not a sample of it."""
-    model, x = net(2).eval(), torch.randn(7, 5)
+    model, x = two_layers(2).eval(), torch.randn(7, 5)
     p = model(x).detach().softmax(1)
     g = gradients(model, (model(x)[:, 0] - model(x)[:, 1]) * (p[:, 0] * p[:, 1]).sqrt())
     values = torch.linalg.eigvalsh(g.T @ g / len(x)).flip(0).clamp_min(0)
@@ -192,7 +192,7 @@ def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
 
 
 def test_small_curvature_keeps_its_rank():
-    model = net(2)
+    model = two_layers(2)
     with torch.no_grad():
         model[2].bias.copy_(torch.tensor([70.0, -70.0]))  # squared cotangents vanish in float32
     x = torch.randn(6, 5)

@@ -17,7 +17,7 @@ OF_OPS = {
 }
 
 
-def check(module, records):
+def require_no_problem(module, records):
     """Require no problem, but allow spills of an older Triton: registers are its own affair."""
     assert records or module not in OF_OPS, "no variants"
     assert len({record["case"] for record in records}) == len(records), "cases of one name"
@@ -30,7 +30,7 @@ def check(module, records):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_extreme_kernels_compile_without_spills(module):
-    check(
+    require_no_problem(
         module,
         [compile_kernels.compile_case(case, 90) for case in compile_kernels.extreme_cases(module)],
     )
@@ -43,7 +43,7 @@ def test_kernels_compile_without_spills(module, architecture, record_property):
     records = compile_kernels.run_module(module, (architecture,))
     for record in records:
         record_property(record["case"], f"{record['registers']} registers")
-    check(module, records)
+    require_no_problem(module, records)
 
 
 def test_every_kernel_of_the_table_is_compiled():

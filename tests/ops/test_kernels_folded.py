@@ -128,7 +128,7 @@ def interpreted(request, tmp_path_factory):
     )
 
 
-def check(got, want, tolerance):
+def check_results(got, want, tolerance):
     """Hold each result close to its definition.
 
     Squared norms are compared relative to themselves, others relative to the largest value.
@@ -145,7 +145,7 @@ def definition(op, args):
 @pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_kernels_agree_with_the_definition(name, op, interpreted):
     args, got = CASES[name][op], interpreted["cases"][name, op]
-    check(got, definition(op, args), TOLERANCE[torch.float32])
+    check_results(got, definition(op, args), TOLERANCE[torch.float32])
     if op == "folded_conv_backward":
         assert got[1].dtype == torch.float64
         return
@@ -160,13 +160,15 @@ def test_norms_of_depthwise_convolutions(name, interpreted):
     for op, args in NORMS[name].items():
         got = interpreted["norms"][name, op]
         assert pairs(got, got)[0][0].dtype == torch.float64
-        check(got, definition(op, args), TOLERANCE[torch.float32])
+        check_results(got, definition(op, args), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
 @pytest.mark.parametrize("name", list(LOW))
 def test_tiles_of_low_precision(name, op, interpreted):
-    check(interpreted["low"][name, op], definition(op, LOW[name][op]), TOLERANCE[torch.float32])
+    check_results(
+        interpreted["low"][name, op], definition(op, LOW[name][op]), TOLERANCE[torch.float32]
+    )
 
 
 def test_same_call_same_bits(interpreted):
@@ -198,7 +200,7 @@ def test_input_gradient_is_that_of_autograd(name, interpreted):
     outputs, grads = zip(*given, strict=True)
     want = torch.autograd.grad(outputs, wanted, grads)
     got = interpreted["cases"][name, "folded_conv_backward"]
-    check((got[0], *got[5:]), want if gate.ndim else want[:1], TOLERANCE[torch.float32])
+    check_results((got[0], *got[5:]), want if gate.ndim else want[:1], TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
@@ -216,7 +218,7 @@ def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
     assert interpreted["left"][name, "folded_conv_backward"] is NotImplemented
     assert name == "large-kernel" or interpreted["left"][name, "folded_conv"] is NotImplemented
     wanted = definition("folded_conv_backward", LEFT[name]["folded_conv_backward"])
-    check(interpreted["left_run"][name], wanted, TOLERANCE[torch.float32])
+    check_results(interpreted["left_run"][name], wanted, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("name", ["forward_tile", "backward_tile"])
@@ -253,7 +255,7 @@ def test_gpu_agrees_with_the_definition(dtype, op):
         if got is NotImplemented:  # then what serves must do
             got = ops.run(op, *gpu)
         try:
-            check(got, definition(op, wide), TOLERANCE[dtype])
+            check_results(got, definition(op, wide), TOLERANCE[dtype])
         except AssertionError as error:
             raise AssertionError(name) from error
 

@@ -162,7 +162,7 @@ def interpreted(request, tmp_path_factory):
     return interpreter.interpreted(RUN, tmp_path_factory.mktemp("norms"), (cases, wide, LEFT))
 
 
-def check(got, key, args, tolerance):
+def check_norms(got, key, args, tolerance):
     """Squared norms are float64, and all results close to their definitions."""
     assert pairs(got, got)[0][0].dtype == torch.float64
     assert_near(got, ops.get(key[0], "reference")(*args), tolerance)
@@ -170,12 +170,12 @@ def check(got, key, args, tolerance):
 
 @pytest.mark.parametrize("key", interpreter.params(CASES, SLOW))
 def test_interpreted(key, interpreted):
-    check(interpreted["cases"][key], key, CASES[key], 2e-5)
+    check_norms(interpreted["cases"][key], key, CASES[key], 2e-5)
 
 
 @pytest.mark.parametrize("key", interpreter.params(WIDE, SLOW))
 def test_tiles_of_low_precision(key, interpreted):
-    check(interpreted["wide"][key], key, WIDE[key], 2e-5)
+    check_norms(interpreted["wide"][key], key, WIDE[key], 2e-5)
 
 
 @pytest.mark.parametrize("key", LEFT, ids="-".join)
@@ -205,6 +205,6 @@ def test_what_kernels_tell_the_compiler_holds(interpreted):
 def test_gpu(key, dtype):
     args = moved(key[0], BOTH[key], torch.device("cuda"), dtype)
     got = ops.get(key[0], "triton")(*args)
-    check(got, key, args, TOLERANCE[dtype])
+    check_norms(got, key, args, TOLERANCE[dtype])
     for a, b in pairs(got, ops.get(key[0], "triton")(*args)):
         assert torch.equal(a, b)

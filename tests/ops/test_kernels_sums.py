@@ -50,7 +50,7 @@ LEFT_TO_TORCH = {
 NAMES = [(op, case) for op, cases in CASES.items() for case in cases]
 
 
-def check(op, got, want, tolerance):
+def check_sums(op, got, want, tolerance):
     """Hold a result to the definition, relative to its largest value.
 
     That is the largest of the row for cotangents, of the result for the others.
@@ -84,14 +84,14 @@ def interpreted(tmp_path_factory):
 
 @pytest.mark.parametrize(("op", "case"), NAMES)
 def test_triton_gives_the_definition(op, case, interpreted):
-    check(op, interpreted[op][case], ops.get(op, "reference")(*CASES[op][case]), tolerance(op))
+    check_sums(op, interpreted[op][case], ops.get(op, "reference")(*CASES[op][case]), tolerance(op))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("op", "case"), NAMES)
 def test_torch_gives_the_definition(op, case, dtype):
     args = moved(op, CASES[op][case], torch.device("cpu"), dtype)
-    check(op, ops.get(op, "torch")(*args), ops.get(op, "reference")(*args), tolerance(op))
+    check_sums(op, ops.get(op, "torch")(*args), ops.get(op, "reference")(*args), tolerance(op))
 
 
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in LEFT_TO_TORCH[op]])
@@ -99,7 +99,7 @@ def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
     args = LEFT_TO_TORCH[op][case]
     assert interpreted[op][f"left-{case}"] == "left to torch"
     if case != "vocabulary":  # the definition would take a matrix of its square
-        check(op, ops.run(op, *args), ops.get(op, "reference")(*args), tolerance(op))
+        check_sums(op, ops.run(op, *args), ops.get(op, "reference")(*args), tolerance(op))
 
 
 def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
@@ -209,6 +209,6 @@ def test_gpu_gives_the_definition(op, case, dtype):
     run = ops.get(op, "triton")
     got = run(*args)
     allowed = tolerance(op)
-    check(op, got, ops.get(op, "reference")(*args), allowed)
+    check_sums(op, got, ops.get(op, "reference")(*args), allowed)
     for a, b in pairs(got, run(*args)):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())  # same call, same bits

@@ -26,10 +26,10 @@ from fastlr.experiments.data import normalise, synthetic_store
 from fastlr.experiments.data.tensors import read_tensor
 
 LENGTH, FEATURES = 12, 3
-MODEL, DATA = ["--model", "test_ablation:net"], ["--real", "REAL"]
+MODEL, DATA = ["--model", "test_ablation:conv_net"], ["--real", "REAL"]
 
 
-def net(num_classes=3, width=4):
+def conv_net(num_classes=3, width=4):
     layers = [
         nn.Conv2d(3, width, 3),
         nn.BatchNorm2d(width),
@@ -78,7 +78,7 @@ def store(tmp_path_factory):
 def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path, _ = store
-    checkpoints = save(tmp_path, lambda: net(width=5))
+    checkpoints = save(tmp_path, lambda: conv_net(width=5))
     arguments = [*checkpoints, "--model-kwargs", '{"width": 5}']
     files = [
         "--csv",
@@ -89,7 +89,7 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
         str(tmp_path / "t.png"),
     ]
     out = cli(
-        f"ablate --model test_ablation:net --real {path} --n 10 --seed 3 --device cpu",
+        f"ablate --model test_ablation:conv_net --real {path} --n 10 --seed 3 --device cpu",
         *arguments,
         *files,
     ).out
@@ -105,7 +105,7 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
         real_inputs(path, 10, seed=3).inputs,
     ]
     for checkpoint, estimates in zip(checkpoints, record["checkpoints"]):
-        model = loaded(net(width=5), checkpoint)
+        model = loaded(conv_net(width=5), checkpoint)
         for name, source in zip(series, inputs):
             expected = fastlr.estimate(model, source, n=10, seed=3)
             assert estimates[name]["value"] == pytest.approx(expected.value, rel=1e-5)
@@ -282,13 +282,13 @@ def test_safetensors(tmp_path):
 
 
 def test_a_checkpoint_without_numbers_is_named(tmp_path):
-    checkpoints = save(tmp_path, net, 3)
-    state = net().state_dict()
+    checkpoints = save(tmp_path, conv_net, 3)
+    state = conv_net().state_dict()
     state["0.weight"][:] = math.nan
     torch.save(state, checkpoints[1])
     torch.save(torch.rand(4, 3, 8, 8), tmp_path / "real.pt")
     with pytest.raises(NonFiniteError, match=rf"{checkpoints[1].name}, shapes: "):
-        measure_checkpoints(net(), checkpoints, real_inputs(tmp_path / "real.pt", 4), 4)
+        measure_checkpoints(conv_net(), checkpoints, real_inputs(tmp_path / "real.pt", 4), 4)
 
 
 def test_what_few_checkpoints_are_worth():
@@ -338,7 +338,7 @@ def _at(value):
 )
 def test_wrong_arguments_are_one_line_and_exit_2(arguments, says, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoints = save(tmp_path, net, 3)
+    checkpoints = save(tmp_path, conv_net, 3)
     torch.save(torch.rand(4, 3, 8, 8), tmp_path / "real.pt")
     names = {**{f"C{i}": str(path) for i, path in enumerate(checkpoints)}, "REAL": "real.pt"}
     error = cli("ablate", *(names.get(word, word) for word in arguments), code=2).err

@@ -39,7 +39,7 @@ def estimate(values, **changes):
     )
 
 
-def net(num_classes=3):
+def flat_net(num_classes=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
@@ -47,7 +47,7 @@ def net(num_classes=3):
 def checkpoints(tmp_path):
     """Three checkpoints: a network, the same with confident outputs, and nearly the first."""
     torch.manual_seed(0)
-    model = net()
+    model = flat_net()
     paths = {}
     for name, scale in (("first", 1.0), ("confident", 6.0), ("near", 1.0 + 1e-7)):
         state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -120,7 +120,7 @@ def test_estimates_that_are_not_paired_are_refused():
 
 def test_the_command(checkpoints, tmp_path, cli):
     files = [str(path) for path in checkpoints.values()]
-    options = ["--model", "test_rank:net", "--size", "8", "-n", "40", "--seed", "3"]
+    options = ["--model", "test_rank:flat_net", "--size", "8", "-n", "40", "--seed", "3"]
     picture = tmp_path / "rank.png"
     record = tmp_path / "rank.json"
     table = tmp_path / "rank.csv"
@@ -134,7 +134,7 @@ def test_the_command(checkpoints, tmp_path, cli):
     assert found["best"] == found["ranking"][0]["checkpoint"]
     values = {entry["checkpoint"]: entry for entry in found["ranking"]}
     for name, path in checkpoints.items():
-        model = net()
+        model = flat_net()
         model.load_state_dict(torch.load(path, weights_only=True))
         direct = fastlr.estimate(model, fastlr.ShapeImages((3, 8, 8)), n=40, seed=3)
         assert values[f"{name}.pt"]["value"] == pytest.approx(direct.value, rel=1e-6)
@@ -190,7 +190,7 @@ def test_series_and_settings(tmp_path, cli):
 def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
     first = str(checkpoints["first"])
     second = str(checkpoints["confident"])
-    model = ["--model", "test_rank:net", "--size", "8", "-n", "8"]
+    model = ["--model", "test_rank:flat_net", "--size", "8", "-n", "8"]
     for arguments, message in (
         ([first, *model], "1 checkpoints: a ranking needs at least two; fastlr estimate"),
         ([first, str(tmp_path / "none.pt"), *model], "none.pt: no such file"),
@@ -229,7 +229,7 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
         "--seed",
         "3",
     ]
-    out = cli("rank --model test_rank:net --size 8 -n 40", *files, *data, *by).out
+    out = cli("rank --model test_rank:flat_net --size 8 -n 40", *files, *data, *by).out
     table = out[
         out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")
     ].splitlines()
@@ -249,7 +249,7 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
     (x, y) = source.load(range(3), "test")
     (seen, _) = source.load(range(3), "train")
     for name, path in checkpoints.items():
-        model = net().eval()
+        model = flat_net().eval()
         model.load_state_dict(torch.load(path, weights_only=True))
         values = {strategy: one["candidates"][f"{name}.pt"] for strategy, one in found.items()}
         with torch.no_grad():
@@ -334,4 +334,10 @@ def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, cli):
         ),
         (["--by", "validation_loss", "--source", "none.csv"], "no series none.csv"),
     ):
-        cli("rank --model test_rank:net --size 8 -n 8", *files, *arguments, code=2, says=message)
+        cli(
+            "rank --model test_rank:flat_net --size 8 -n 8",
+            *files,
+            *arguments,
+            code=2,
+            says=message,
+        )
