@@ -66,7 +66,7 @@ def main() -> None:
 
     inputs = fastlr.TokenInputs(len(LETTERS), LENGTH)
     # The first line.
-    monitor = Monitor(model, inputs, 64, every_n_steps=20, predictive=fastlr.Categorical(dim=2))
+    monitor = Monitor(model, inputs, 64, every_n_steps=5, predictive=fastlr.Categorical(dim=2))
     monitor.measure()
     torch.manual_seed(1 + dist.get_rank())  # other batches on every rank
     for step in range(1, 41):

@@ -18,7 +18,7 @@ SAYS = {
     r"step40.*step120|step120.*step40",
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
     "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ "
-    r"\+- \S+\n.*since the first",
+    r"\+- \S+\nLocal redundancy .* at 99 %",
 }
 NEEDS = {
     "lightning_trainer": "lightning",

@@ -56,6 +56,43 @@ def test_figures_are_in_the_rows_they_name(claim, citation):
     assert numbers(re.sub(SETTINGS, "", claim)) <= found
 
 
+# Paragraphs with figures and no citation, by words of theirs, and what holds them.
+ELSEWHERE = {
+    "in some 50,000 tasks": "test_the_tasks_and_the_noise_are_the_studys",
+    "*The verdict*": "tests/display/test_verdict.py",
+    "over 200 pairs of classes": "a caption of the row's own figure",
+    "Gaussian noise gives 0.4 to 1.1 times": "test_the_tasks_and_the_noise_are_the_studys",
+    "`make causes` repeats it": "commits and versions, as in bench/results/cpu/causes/README.md",
+}
+
+
+def test_no_figure_is_without_its_rows():
+    unheld = []
+    for paragraph in PAGE.split("\n\n"):
+        text = paragraph.replace("\n", " ")
+        uncited = re.sub(r".*?\(\*[a-z-]+/[a-z].*?\*\)", "", text)
+        is_table = paragraph.startswith(("|", "```"))
+        is_held = is_table or any(words in text for words in ELSEWHERE)
+        if numbers(re.sub(SETTINGS, "", uncited)) and not is_held:
+            unheld.append(uncited)
+    assert unheld == []
+
+
+def test_the_tasks_and_the_noise_are_the_studys():
+    about = (ROOT / "bench/results/cpu/causes/README.md").read_text()
+    assert "of 50,400 tasks" in about
+    ratios = []
+    for name, noise in last_values("course_noise").items():
+        ratios.append(noise / last_values("course")[name])
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == (0.4, 1.1)
+
+
+def last_values(table: str) -> dict[str, float]:
+    """The values of the last fifth by network."""
+    with (ROOT / f"bench/results/cpu/causes/values/{table}.csv").open() as file:
+        return {row["intervention"]: float(row["LR last"]) for row in csv.DictReader(file)}
+
+
 def test_the_table_of_networks_is_the_studys():
     given = {
         name: numbers(row)

@@ -8,6 +8,8 @@ import torch
 from page import fenced
 
 from bench import table
+from fastlr.cli.main import app
+from fastlr.experiments.continual.options import MEMORISED, PERMUTED_DIGITS, PRESETS, SYNTHETIC
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -79,3 +81,20 @@ def test_the_links_lead_somewhere():
 
 def test_the_table_is_that_of_the_record():
     assert table.markdown(table.read(ROOT / "bench/results/cpu/peers.json")) in README
+
+
+def test_the_presets_and_the_data_of_continual_runs_are_all_named(capsys):
+    with pytest.raises(SystemExit):
+        app(["continual", "--help"])
+    told = capsys.readouterr().out
+    page = (ROOT / "docs/commands.md").read_text()
+    for name in [*PRESETS, SYNTHETIC, *MEMORISED, PERMUTED_DIGITS]:
+        assert name in re.sub(r"[\s│]+", "", told), name
+        assert f"`{name}`" in page or f"continual {name} " in page, name
+
+
+def test_there_is_one_recipe_of_installation():
+    recipe = "pip install .`"
+    assert "\npip install . " in README
+    for page in ("index.md", "installation.md"):
+        assert recipe in (ROOT / "docs" / page).read_text()

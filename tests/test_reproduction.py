@@ -116,6 +116,30 @@ def test_predicted_times_follow_from_the_papers():
     assert 2600 * 100 * 500 / (81 * 60) == pytest.approx(27_000, rel=0.02)
 
 
+def test_what_three_standard_errors_need_follows_from_our_own():
+    """N independent tasks have an error of 1 / sqrt(N); ours are larger by a factor."""
+    factors = []
+    for table in ("future-accuracy", "forgetting"):
+        _, value, _, naive, *_ = line(f"continual/{table}-semi-partial-raw: local redundancy")
+        factors.append(float(decimals(value)[1]) / float(naive))
+    assert [round(factor, 1) for factor in factors] == [1.6, 1.3]
+
+    def needed(correlation: float, factor: float) -> float:
+        return (3 * factor / correlation) ** 2
+
+    assert needed(0.089, factors[0]) == pytest.approx(2800, rel=0.02)
+    both = 2 * needed(0.089 - 0.073, factors[0])
+    assert both == pytest.approx(170_000, rel=0.03) and round(both / 3000) == 58
+    assert needed(0.130, factors[1]) == pytest.approx(900, rel=0.02)
+    assert needed(0.235, factors[1]) == pytest.approx(280, rel=0.02)
+    assert 0.004**-2 == pytest.approx(62_500) == pytest.approx(21 * 3000, rel=0.02)
+    assert 0.045**-2 == pytest.approx(500, rel=0.02)
+    for said in ("2,800 tasks", "170,000 tasks, 58 seeds", "900 tasks", ".235: 280", "62,500"):
+        assert said in PAGE
+    assert 819_200 * 1000 / 27_000 / 3600 == pytest.approx(8.5, rel=0.02)  # memorize vision, hours
+    assert 5.6e9 * 2048 * 1000 / 100e12 / 60 == pytest.approx(2, rel=0.1)  # series, minutes
+
+
 def test_readmes_conclusions_are_those_of_the_records():
     """Of the floor and of permuted digits, test_interpreting holds the figures."""
     _, lower, same = line("transfer/differences: max LR - val. loss")[-3:]

@@ -254,7 +254,8 @@ def _belief(
     }[accuracy.moved]
     moved = found.moved if found else 0
     if accuracy.moved < 0 and moved >= 0:
-        return f"{course} all the same: believe accuracy; a value not seen to fall is no proof."
+        then = " and the value on its own inputs" if own is not None and own.moved < 0 else ""
+        return f"{course} all the same: believe it{then}; a value not seen to fall is no proof."
     if accuracy.moved >= 0 and moved < 0:
         return f"{course}: believe accuracy, nothing is lost yet; look at the value on own inputs."
     return f"{course}, as the value did: believe accuracy." if moved else f"{course}."

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.identity import of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
-from fastlr.estimator.ranks import agree, merged, settled
+from fastlr.estimator.ranks import agree, holds_on_all, merged
 from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import (
     Moments,
@@ -52,6 +53,24 @@ __all__ = [
 ]
 
 ROUNDS = 3  # times that a measurement is made where the one before turned out not to hold
+
+
+class _Run(NamedTuple):
+    """What a run over the inputs has given.
+
+    Attributes:
+        values: that are kept, of all ranks.
+        sums: of each parameter over this rank's inputs; None if it has none.
+        routes: of each parameter on this rank.
+    """
+
+    values: Tensor
+    sums: Tensor | None
+    routes: dict[str, str]
+
+    def sums_by(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the sums of parameters by these names."""
+        return {} if self.sums is None else dict(zip(names, self.sums.tolist(), strict=True))
 
 
 class LocalRedundancy:
@@ -117,7 +136,9 @@ class LocalRedundancy:
                 agree(members, options, self._digest(options.total, identity))
             chunks.begin()
             audited = audits.passed
-            values, sums, routes = self._settled_values(members)
+            run = self._run_that_holds(members)
+            values = run.values
+            sums, routes = merged(members, run.sums_by(self.engine.parameters), run.routes)
             passed = sum(members.share(audits.passed - audited))
             if not values.isfinite().all():
                 sample = int((~values.isfinite()).nonzero()[0])
@@ -167,35 +188,26 @@ class LocalRedundancy:
             bytes_per_input=chunks.bytes_per_input,
         )
 
-    def _settled_values(self, members: Team) -> tuple[Tensor, dict[str, float], dict[str, str]]:
-        """Run over the inputs (see `_values`), again where the measurement does not hold."""
+    def _run_that_holds(self, members: Team) -> _Run:
+        """Run over the inputs, again where the measurement does not hold."""
         for _ in range(ROUNDS):
             failed = self.engine.audits.failed
-            values, sums, routes = self._values(members)
+            run = self._run(members)
             # read once, after all that was to be launched
-            values, sums, doubts = read_together(values, sums, self.chunks.replays.doubts())
-            holds = settled(members, self.engine, self.chunks, failed, doubts)
-            by_name = (
-                {}
-                if sums is None
-                else dict(zip(self.engine.parameters, sums.tolist(), strict=True))
-            )
-            measured = values, *merged(members, by_name, routes)
-            if holds:
-                return measured
+            values, sums, doubts = read_together(run.values, run.sums, self.chunks.replays.doubts())
+            run = _Run(values, sums, run.routes)
+            if holds_on_all(members, self.engine, self.chunks, failed, doubts):
+                return run
         text = (
             f"audits or replays failed in each of {ROUNDS} measurements: values of the last one "
             "may be wrong"
         )
         self.chunks.note(text)
         warnings.warn(text, FastlrWarning, stacklevel=4)
-        return measured
+        return run
 
-    def _values(self, members: Team) -> tuple[Tensor, Tensor | None, dict[str, str]]:
-        """Run over the inputs and return the values kept.
-
-        Also each parameter's sum over this rank's inputs (None if it has none), and the routes.
-        """
+    def _run(self, members: Team) -> _Run:
+        """Run over the inputs."""
         options, chunks, total = self.options, self.chunks, self.options.total
         chunks.size = chunks.first_size(members)
         kept: list[Tensor] = []
@@ -233,7 +245,7 @@ class LocalRedundancy:
                         moments.mean,
                         moments.stderr,
                     )
-        return torch.cat(kept), sums, routes
+        return _Run(torch.cat(kept), sums, routes)
 
     def _digest(self, used: int, identity: str) -> str:
         """Return a hash of the first two inputs and the last, made on the CPU in float32.

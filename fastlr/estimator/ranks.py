@@ -39,7 +39,7 @@ def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
     )
 
 
-def settled(
+def holds_on_all(
     members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None
 ) -> bool:
     """Return True if the measurement holds for all ranks.

@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastlr.ghost.introspection import bases, class_dict, instance_dict, module_dict, slots
+from fastlr.ghost.introspection import (
+    bases,
+    class_dict,
+    instance_dict,
+    module_dict,
+    slots,
+)
 from fastlr.ghost.reader import DEPTH, Reader, only_numbered
 from fastlr.ghost.tokens import (
     PLAIN,

@@ -131,6 +131,11 @@ _list(
     elementwise,
 )
 _list("Angle Complex Conj ConjPhysical Polar", elementwise)
+_list(
+    "Deg2Rad Digamma Fmod FmodBackward1 I0 Igamma Igammac Mvlgamma Polygamma Rad2Deg SpecialEntr "
+    "SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialZeta",
+    elementwise,
+)
 
 
 # -- other orders and shapes of the same elements
@@ -306,6 +311,15 @@ for _k in (2, 3):
 _list("UpsampleLinear1D", _leading(1))
 _list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
 _list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
+
+
+def _matrices(s: Step) -> Regular | None:
+    """Each matrix alone: the axes before those of a matrix stay, whatever comes of it."""
+    return s.at(s.layout.dim) if s.slot == 0 and s.layout.dim < len(s.inner) - 2 else None
+
+
+_list("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv", _matrices)
+_list("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
 _list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 

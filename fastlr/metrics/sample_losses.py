@@ -31,7 +31,9 @@ from fastlr.ops.torch_private import hooks_of_all_modules, tree_flatten, tree_le
 Loss = Callable[[Tensor, Any], Tensor]
 
 _SMALL = 1 << 14  # elements of an output whose samples are asked for until every two were apart
-_FEWEST, _OF_LARGE, _AGAIN = 6, 3, 2  # splits: at least, of larger ones, of a loss that has passed
+_SINGLE = 32  # samples at most that are among copies of themselves alone
+_OF_LARGE = 3  # splits of the samples of larger outputs, and samples alone
+_FEWEST, _AGAIN = 6, 2  # splits: at least, of a loss that has passed
 _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 # Relative difference of gradients that is taken for rounding, by the digits that they have.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
@@ -209,13 +211,26 @@ class _Company:
         Args:
             label_axis: axis of the labels that goes with the samples; None: they stay in place.
         """
-        for turn, rows in enumerate(self._parts()):
-            source = self._among_copies(rows if turn % 2 == 0 else rows[:1], rows)
+        for copied, rows in self._companies():
+            source = self._among_copies(copied, rows)
             y = self.y if label_axis is None else self._labels(source, label_axis)
             got = self._asked(self._at(self.z, source), y)
             if got is None or not self._same_of(rows, self._at(got, rows)):
                 return False
         return True
+
+    def _companies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the samples of which there are copies, and those that stay in their places.
+
+        A part stays among copies of itself or of one of it; at first single samples, too, among
+        copies of themselves, where nothing of the others is left.
+        """
+        for turn, rows in enumerate(self._parts()):
+            yield rows if turn % 2 == 0 else rows[:1], rows
+        if not self.times:
+            most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
+            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(0))
+            yield from ((row, row) for row in order[:most].split(1))
 
     def _among_copies(self, copied: Tensor, kept: Tensor) -> Tensor:
         """Return the sample of each place: those kept in theirs, elsewhere the copied in turn."""

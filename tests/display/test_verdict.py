@@ -133,8 +133,8 @@ VALUES = {-1: [9.0, 9.1, 8.9, 1.0, 1.1, 0.9], 0: [5.0] * 6, 1: [1.0, 1.1, 0.9, 9
     ("value", "accuracy", "words"),
     [
         (-1, -1, "Accuracy fell from 90.0 to 50.0 %, as the value did: believe accuracy."),
-        (0, -1, "all the same: believe accuracy; a value not seen to fall is no proof."),
-        (1, -1, "all the same: believe accuracy; a value not seen to fall is no proof."),
+        (0, -1, "all the same: believe it; a value not seen to fall is no proof."),
+        (1, -1, "all the same: believe it; a value not seen to fall is no proof."),
         (-1, 0, "no change that can be told: believe accuracy, nothing is lost yet"),
         (-1, 1, "Accuracy rose from 50.3 to 90.3 %: believe accuracy, nothing is lost yet"),
         (1, 1, "Accuracy rose from 50.3 to 90.3 %, as the value did: believe accuracy."),
@@ -156,6 +156,14 @@ def test_own_inputs_are_believed_before_others():
     assert "of the two values, believe that on its own inputs" in told
     assert "these are its own inputs" in verdict(parts, 6, on_own=True)
     assert "which is to be believed before this one" in verdict(parts, 6)
+
+
+def test_own_inputs_that_fall_are_believed_with_accuracy():
+    parts = first_and_last(measurements(VALUES[0]))
+    accuracy = difference(*first_and_last(LEVELS[-1]))
+    own = change(*first_and_last(measurements(VALUES[-1])))
+    told = verdict(parts, 6, accuracy=accuracy, own=own)
+    assert "all the same: believe it and the value on its own inputs; a value not seen" in told
 
 
 def test_what_cannot_be_told():

@@ -10,7 +10,7 @@ from torch import nn
 
 import fastlr
 from fastlr.distributed.sharding import Team
-from fastlr.estimator.ranks import settled
+from fastlr.estimator.ranks import holds_on_all
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.backward import sq_norms
 from fastlr.ghost.verification import audit
@@ -124,12 +124,12 @@ def test_what_one_rank_finds_changes_what_all_run():
         model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
     )
     before = estimator.measure()
-    assert not settled(Two(), estimator.engine, estimator.chunks, 0)
+    assert not holds_on_all(Two(), estimator.engine, estimator.chunks, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fastlr.FastlrWarning)
         after = estimator.measure()
     assert after.routes["a.weight"] == "loop"
-    assert settled(Two(), estimator.engine, estimator.chunks, 0)
+    assert holds_on_all(Two(), estimator.engine, estimator.chunks, 0)
     torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 
@@ -138,7 +138,7 @@ def test_measurements_that_never_hold_say_so(monkeypatch):
         net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
     )
     assert not estimator.measure().notes
-    monkeypatch.setattr("fastlr.estimator.estimator.settled", lambda *arguments: False)
+    monkeypatch.setattr("fastlr.estimator.estimator.holds_on_all", lambda *arguments: False)
     with pytest.warns(fastlr.FastlrWarning, match="may be wrong"):
         found = estimator.measure()
     assert any("may be wrong" in note for note in found.notes)

@@ -16,7 +16,7 @@ from fastlr.ghost.program import fingerprint
 LIMITS = [1.0]
 
 
-class Settings:
+class Chosen:
     alpha = 1.0
 
 
@@ -41,7 +41,7 @@ def made_class():
             super().__init__()
 
         def forward(self, x, scale=1.0, *, shift=0.0):
-            return x * scale + shift + count + LIMITS[0] + Settings.alpha
+            return x * scale + shift + count + LIMITS[0] + Chosen.alpha
 
         def __dir__(self):
             return [""]
@@ -82,7 +82,7 @@ CHANGES = {
     "closure": lambda kind: setattr(kind.forward.__closure__[0], "cell_contents", 5),
     "function's attribute": lambda kind: setattr(kind.forward, "mode", "fast"),
     "global": lambda kind: LIMITS.append(3.0),
-    "class named by a global": lambda kind: setattr(Settings, "alpha", 2.0),
+    "class named by a global": lambda kind: setattr(Chosen, "alpha", 2.0),
     "property": lambda kind: setattr(kind, "wide", property(_other)),
     "its getter": lambda kind: setattr(kind.wide.fget, "__code__", (lambda self: 3).__code__),
     "class method": lambda kind: setattr(kind.named.__func__, "__defaults__", (1,)),
@@ -113,7 +113,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(class_reader, "_read", counted)
     yield made
     LIMITS[:] = [1.0]
-    Settings.alpha = 1.0
+    Chosen.alpha = 1.0
 
 
 def test_classes_are_read_once(reads):

@@ -45,6 +45,18 @@ def of_fft(names, **options):
     return [lambda x, n=n: getattr(torch.fft, n)(x, **options) for n in names.split()]
 
 
+def of_special(names):
+    return [lambda *x, n=n: getattr(torch.special, n)(*x) for n in names.split()]
+
+
+OF_MATRICES = "cholesky det eigh inv matrix_exp pinv qr slogdet svd".split()
+
+
+def definite(x):
+    """Matrices that all of these take, of which no two singular values are equal."""
+    return x @ x.mT + torch.diag(torch.arange(1.0, x.shape[-2] + 1).to(x))
+
+
 def some(shape):
     """A mask of this shape."""
     return torch.rand(tuple(shape)) > 0.5
@@ -111,8 +123,10 @@ UNARY = [
     ),
     *methods(
         "log2 neg reciprocal relu round rsqrt sigmoid sign sgn sin sinc sinh sqrt tan tanh trunc "
-        "logit nan_to_num tril"
+        "logit nan_to_num tril deg2rad rad2deg digamma i0"
     ),
+    *methods("polygamma fmod", 1),
+    lambda x: (x + 1.5).mvlgamma(2),
     *methods("triu clone t diag squeeze flatten sum mean max median prod"),
     *of_functional(
         "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu "
@@ -127,7 +141,8 @@ UNARY = [
     *of_functional("unfold", 2, padding=1),
     *of_functional("fold", (2, 2), 1),
     lambda x: (x + 1.5).acosh(),
-    lambda x: torch.special.ndtri(x),
+    *of_special("ndtri entr erfcx i0e i1 i1e log_ndtr"),
+    *(lambda x, n=n: getattr(torch.linalg, n)(definite(x)) for n in OF_MATRICES),
     lambda x: torch.channel_shuffle(x, 2),
     lambda x: aten.alias(x),
     lambda x: x.permute(*range(1, x.ndim), 0),
@@ -197,7 +212,11 @@ UNARY = [
 BINARY = [
     *methods(
         "add sub mul div atan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 pow copysign "
-        "xlogy matmul mv remainder"
+        "xlogy matmul mv remainder fmod"
+    ),
+    *(  # with a gradient of the second alone
+        lambda a, b, f=f: f(a.detach(), b)
+        for f in (torch.igamma, torch.igammac, torch.special.zeta)
     ),
     *methods("clamp clamp_max clamp_min outer"),
     lambda a, b: torch.div(a, b, rounding_mode="floor"),

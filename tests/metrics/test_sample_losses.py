@@ -162,6 +162,14 @@ def test_losses_of_torch_are_asked_under_a_hook_of_all_modules():
         hook.remove()
 
 
+def test_a_sample_that_any_other_moves_is_met_alone():
+    """The last one's label is the largest so far, and all before it are large."""
+    model, x, _ = made(16)
+    y = torch.tensor([CLASSES - 1] * 15 + [0])
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.train_grad_norm(model, x, y, lambda z, y: entropy(z, y.cummax(0).values))
+
+
 def test_every_measure_asks():
     model, x, y = made(16)
     with pytest.raises(InputError, match="mixes samples"):

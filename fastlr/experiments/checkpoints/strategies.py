@@ -259,24 +259,20 @@ def picks(
         Strategy to "pick" (of equal values the first), "rule" ("least" or "greatest"), "candidates"
         (checkpoint to value) and "definition".
     """
-    values = {
-        checkpoint: {
-            "local_redundancy": {"value": estimate.value, "definition": "local redundancy"},
-            **measured[checkpoint],
-        }
-        for checkpoint, estimate in estimates.items()
-    }
-    records = [{"epoch": name, "measures": by_name} for name, by_name in values.items()]
+    records: list[dict[str, Any]] = []
+    for checkpoint, estimate in estimates.items():
+        redundancy = {"value": estimate.value, "definition": "local redundancy"}
+        measures = {"local_redundancy": redundancy, **measured[checkpoint]}
+        records.append({"epoch": checkpoint, "measures": measures})
     found = {}
     for name in names:
         picked = pick(name, records)
-        definition = next(iter(values.values()))[name]["definition"]
         found[name] = {
             "pick": picked["epoch"],
             "rule": picked["rule"],
             "candidates": picked["candidates"],
+            "definition": records[0]["measures"][name]["definition"],
         }
-        found[name]["definition"] = definition
     return found
 
 

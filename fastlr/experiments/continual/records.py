@@ -22,6 +22,7 @@ from fastlr.experiments.runs.records import (
     refuse_copies,
     refuse_mixtures,
     run_folders,
+    without,
 )
 
 # Between pooled runs; the data's digest may not differ.
@@ -198,9 +199,7 @@ def read_runs(
 
 def _settings(run: ContinualRun, left_out: Collection[str]) -> dict[str, Any]:
     """Return what pooled runs have in common, as far as the run tells it."""
-    settings = dict(run.options)
-    for key in left_out:
-        settings.pop(key, None)
+    settings = without(run.options, left_out)
     if run.digest is not None:
         settings["data"] = run.digest
     return settings

@@ -69,12 +69,13 @@ def verdicts_by_group(groups: Mapping[str, Sequence[ContinualRun]]) -> list[str]
 def verdict_of(run: ContinualRun) -> str:
     """Return the verdict of one run."""
     values = readings(run)
-    last = run.tasks[max(run.tasks)]
     found = outcome(run)
+    dormant = [measured(record, "dormant_ratio") for _, record in sorted(run.tasks.items())]
+    known = [entry for entry in dormant if entry.get("value") is not None]
     return verdict(
         first_and_last(values),
         len(values),
-        dormant=measured(last, "dormant_ratio"),
+        dormant=known[-1] if known else None,
         accuracy=found.accuracy,
         own=found.own,
         guess=guess(run) if never_learned(run) else None,
@@ -148,13 +149,15 @@ def _row(run: ContinualRun, row: int, entry: Mapping[str, object]) -> torch.Tens
     try:
         with open(run.path / CHECKPOINTS / PER_IMAGE, "rb") as file:
             file.seek(4 * n * row)
-            values: Array = np.frombuffer(file.read(4 * n), "<f4").astype(np.float64)
+            data = file.read(4 * n)
     except OSError:
         return None
-    value = number(entry["value"])
-    if len(values) < n or not abs(values.mean() - value) <= _CLOSE * value:
+    if len(data) < 4 * n:
         return None
-    return torch.from_numpy(values)
+    values: Array = np.frombuffer(data, "<f4").astype(np.float64)
+    value = number(entry["value"])
+    is_of_this_reading = abs(values.mean() - value) <= _CLOSE * value
+    return torch.from_numpy(values) if is_of_this_reading else None
 
 
 def never_learned(run: ContinualRun) -> bool:
@@ -171,9 +174,9 @@ def guess(run: ContinualRun) -> float:
 
     With random labels that is the share of the most frequent one, here its expectation.
     """
-    images = as_dict(run.config, "data").get("images")
-    if not run.has_memorised or not isinstance(images, int):
+    data = as_dict(run.config, "data")
+    images, classes = data.get("images"), data.get("classes")
+    if not (run.has_memorised and isinstance(images, int) and isinstance(classes, int)):
         return run.chance
-    classes = round(1 / run.chance)
     draws = np.random.default_rng(0).multinomial(images, [1 / classes] * classes, 1000)
     return float(draws.max(1).mean()) / images

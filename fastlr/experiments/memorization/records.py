@@ -5,6 +5,7 @@ Source: paper, section 4.3.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastlr.experiments.runs.records import (
+    ON_A_MACHINE,
     Array,
     Record,
     RunFolder,
@@ -23,6 +25,7 @@ from fastlr.experiments.runs.records import (
     number,
     refuse_copies,
     run_folders,
+    without,
 )
 
 LATE = 0.1  # of the epochs: the last ones, over which late_gain counts
@@ -127,8 +130,6 @@ def alike(runs: Sequence[MemorizationRun]) -> list[list[MemorizationRun]]:
     """Group runs that differ in nothing but their seeds, and are equally far."""
     keys = []
     for run in runs:
-        options = {key: str(value) for key, value in run.options.items()}
-        for key in ("seed", "device", "threads"):
-            options.pop(key, None)
-        keys.append((tuple(sorted(options.items())), len(run)))
+        options = without(run.options, ("seed", *ON_A_MACHINE))
+        keys.append((json.dumps(options, sort_keys=True), len(run)))
     return [group for _, group in grouped(runs, keys)]

@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from fastlr.errors import FastlrWarning, InputError, few
 
 Array = NDArray[np.float64]
+ON_A_MACHINE = ("device", "threads")  # options that change no more than the last bits
 _SHOWN = 5  # odd things in a message
 _CONFIGURATIONS = 4  # in a message
 
@@ -210,8 +211,9 @@ class RunFolder:
         inside = [value for value in self.config.values() if isinstance(value, dict)]
         for key in ("machine", "gpu", "device"):
             for place in [self.config, *inside]:
-                if isinstance(place.get(key), str) and place[key] not in ("", "auto"):
-                    return str(place[key])
+                name = place.get(key)
+                if isinstance(name, str) and name not in ("", "auto"):
+                    return name
         return ""
 
 
@@ -268,9 +270,7 @@ def refuse_copies(runs: Sequence[RunFolder]) -> None:
     for run in runs:
         if "seed" not in run.options:
             continue
-        settings = run.full_options
-        for key in (*find_driver(run.driver).changeable, "device", "threads"):
-            settings.pop(key, None)
+        settings = without(run.full_options, find_driver(run.driver).changeable + ON_A_MACHINE)
         earlier = known.setdefault(json.dumps([settings, run.digest], sort_keys=True), run)
         if earlier is not run:
             longer = max(earlier, run, key=_lines)
@@ -313,6 +313,11 @@ def refuse_mixtures(
         f"these are runs of {len(groups)} configurations, which are not pooled: give the run "
         f"folders of one ({few(listed, _CONFIGURATIONS, '; ')}){remedy}"
     )
+
+
+def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return options but for those of some names."""
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastlr.experiments.runs.records import (
+    ON_A_MACHINE,
     Array,
     Record,
     RunFolder,
@@ -22,11 +23,12 @@ from fastlr.experiments.runs.records import (
     refuse_copies,
     refuse_mixtures,
     run_folders,
+    without,
 )
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
 # Of the options of runs that are pooled.
-_MAY_DIFFER = ("seed", "device", "threads", "source", "target")
+_MAY_DIFFER = ("seed", "source", "target", *ON_A_MACHINE)
 
 
 def with_the_files(record: Record) -> Record:
@@ -195,7 +197,4 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
 
 def _settings(run: TransferRun) -> dict[str, Any]:
     """Return what pooled runs have in common."""
-    settings = run.full_options
-    for key in _MAY_DIFFER:
-        settings.pop(key, None)
-    return {**settings, "data": run.digest}
+    return {**without(run.full_options, _MAY_DIFFER), "data": run.digest}

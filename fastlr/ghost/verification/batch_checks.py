@@ -39,7 +39,7 @@ def explained(
     v: Tensor,
     out_dim: int,
     options: Options,
-    told: Container[Place] = (),
+    known: Container[Place] = (),
     in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
     """Find the layouts among ``options`` that marked passes confirm.
@@ -54,8 +54,8 @@ def explained(
         out_dim: the samples' axis of the output.
         options: layouts by place, likelier ones first; an empty list asks only whether a gradient
             arrives.
-        told: places whose layout the graph tells: there a row that is zero or denormal confirms and
-            refutes nothing.
+        known: places whose layout the graph tells: there a row that is zero or denormal confirms
+            and refutes nothing.
         in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
@@ -77,7 +77,7 @@ def explained(
         for option in options[place]:
             marked = torch.stack([sums_of_pass[place][option.dim] for sums_of_pass in passes])
             elements = graph.shape(*place).numel() // max(1, len(sums[option.dim]))
-            least = elements * tiny if place in told else 0.0
+            least = elements * tiny if place in known else 0.0
             layout = explains(option, sums[option.dim], marked, marks, least)
             if layout is not None:
                 layouts[place].append(layout)

@@ -144,13 +144,12 @@ class Prover:
         except CheckpointError as error:
             reason = f"activation checkpointing: {first_line(error)}"
             self.ledger.to_loop(self.view.parameters, reason)
-        except Unsupported as error:  # not even the nodes' own formulas apply
-            if trial.is_folded:
-                raise FoldRefuted([], str(error)) from error
-            self.ledger.to_loop(self.view.parameters, str(error))
-        except FAILURES as error:
+        except (Unsupported, *FAILURES) as error:
             if trial.is_folded:
                 raise FoldRefuted([], one_line(error)[:200]) from error
+            if isinstance(error, Unsupported):  # not even the nodes' own formulas apply
+                self.ledger.to_loop(self.view.parameters, str(error))
+                return None
             is_model_itself = trial.subject.dtype is None
             if isinstance(error, torch.OutOfMemoryError) and is_model_itself:
                 raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastlr.errors import ModelError
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.model_io import FAILURES, ModelView, sample_count, select_output
+from fastlr.ghost.model_io import FAILURES, ModelView, select_output
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import measured_noise
 from fastlr.ghost.verification.company import InBatch, copies_of_each
@@ -92,7 +92,7 @@ class Trial:
         with torch.enable_grad(), memory:
             result = folding.run(self.subject.named, forward) if folding else forward()
             z = select_output(result, self.view.output)
-        if sample_count(z, self.view.out_dim) != len(samples):
+        if self.view.sample_count(z) != len(samples):
             raise ModelError(
                 f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not "
                 f"have that size along out_dim={self.view.out_dim}: pass in_dim= and out_dim="

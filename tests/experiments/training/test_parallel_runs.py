@@ -20,6 +20,7 @@ from continual_cases import (
     comparable,
     lines,
 )
+from kills import rows
 from rank_reductions import left_behind
 from ranks import TORCHRUN, Ended, good, run_ranks
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
@@ -167,6 +168,7 @@ def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
         assert mine.pop("train_loss", 0) == pytest.approx(other.pop("train_loss", 0), rel=1e-14)
         assert mine == other
     assert_same(checkpoint(got), checkpoint(want))
+    assert rows(got) == rows(want) != {}
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
