@@ -131,7 +131,7 @@ def case(
     residual: str | None = None,
     before: str = "none",
     gate: bool = False,
-    settled: bool = False,
+    gradient_at_output: bool = False,
     more: str | None = None,
     mean: bool = False,
 ) -> dict:
@@ -139,8 +139,9 @@ def case(
 
     ``layout`` is one of LAYOUTS or MIXED.
 
-    ``before`` is applied to the inputs and to the residual as they are loaded; ``settled``: the
-    gradient at its output is wanted; ``more`` is the layout of a gradient that is added there.
+    ``before`` is applied to the inputs and to the residual as they are loaded;
+    ``gradient_at_output``: the gradient at its output is wanted; ``more`` is the layout of a
+    gradient that is added there.
     """
     axes = len(size)
     taps = kernel if isinstance(kernel, tuple) else (kernel,) * axes
@@ -153,7 +154,7 @@ def case(
     x = laid_out(draw(count, inputs, *size, seed=3, scale=2), of_x)
     block = Block(weight, folded, torch.cat([bias[None], statistics]), act, how)
     factors = draw(count, inputs, *[1] * axes, seed=6) if gate else None
-    loaded = Loaded(x, before, factors, settled)
+    loaded = Loaded(x, before, factors, gradient_at_output)
     out, kept = ops.get("folded_conv", "reference")(loaded, block)
     grad, kept = laid_out(draw(*out.shape, seed=4, scale=2), of_grad), laid_out(kept, of_kept)
     added = others = of_mean = None
@@ -219,8 +220,16 @@ def pointwise_cases() -> dict[str, dict]:
         "before-odd": case(
             2, 17, 5, (9, 5), "none", "planes", before="silu", gate=True, more="planes"
         ),
-        "before-settled": case(
-            2, 40, 20, (5, 5), "hardswish", before="relu6", gate=True, settled=True, more="last"
+        "before-at-output": case(
+            2,
+            40,
+            20,
+            (5, 5),
+            "hardswish",
+            before="relu6",
+            gate=True,
+            gradient_at_output=True,
+            more="last",
         ),
         "before-split": case(
             1, 4, 5, (20, 20), "none", before="relu", residual="last", more="last"
@@ -233,7 +242,7 @@ def pointwise_cases() -> dict[str, dict]:
         ),
         "few-positions-odd": case(1, 17, 131, (9, 5), "silu", "x-last"),
         "few-positions-planes": case(
-            1, 24, 136, (6, 8), "relu", "planes", before="silu", settled=True, gate=True
+            1, 24, 136, (6, 8), "relu", "planes", before="silu", gradient_at_output=True, gate=True
         ),
         "few-positions-norms": case(2, 17, 130, (5, 5), "gelu", want=False),
         "few-positions-expanded": case(2, 16, 136, (5, 5), "hardswish", "expanded"),
@@ -317,7 +326,7 @@ def depthwise_cases() -> dict[str, dict]:
             padding=2,
             stride=2,
             before="gelu",
-            settled=True,
+            gradient_at_output=True,
             mean=True,
         ),
         "before-mean-columns": depthwise(

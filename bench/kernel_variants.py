@@ -395,7 +395,7 @@ def depthwise() -> Iterator[tuple]:
             constants |= {"COLUMNS": tile.columns, "CHANNELS": tile.channels}
             constants |= {
                 "BEFORE": "hardswish",
-                "SETTLED": False,
+                "GRADIENT_AT_OUTPUT": False,
                 "MORE": want,
                 "MEAN": act != "none",
             }
@@ -457,7 +457,13 @@ def one_pointwise(
     pointers = ("x", "gx", "grad", "kept", "out", "residual", "folded", "gate", "more", "of_gate")
     kinds |= dict.fromkeys(pointers, f"*{dtype}")
     if backward:
-        layout = {"FEW": False, "BEFORE": "none", "SETTLED": False, "GATE": False, "MORE": False}
+        layout = {
+            "FEW": False,
+            "BEFORE": "none",
+            "GRADIENT_AT_OUTPUT": False,
+            "GATE": False,
+            "MORE": False,
+        }
         flags = layout | flags
         kernel, layout = (
             pointwise.folded_pointwise_backward_kernel,

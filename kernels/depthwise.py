@@ -225,7 +225,7 @@ def depthwise_backward_kernel(
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     BEFORE: tl.constexpr,
-    SETTLED: tl.constexpr,
+    GRADIENT_AT_OUTPUT: tl.constexpr,
     MORE: tl.constexpr,
     MEAN: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -395,7 +395,9 @@ def depthwise_backward_kernel(
                     g = back[i * STRIDE_W + b]
                     if MORE:
                         g += tl.load(more + at, mask, other=0.0).to(tl.float32)
-                    if BEFORE != "none" and not SETTLED:  # loaded a few rows ago: from the cache
+                    if (
+                        BEFORE != "none" and not GRADIENT_AT_OUTPUT
+                    ):  # loaded a few rows ago: from the cache
                         own = x + (
                             ((y + i) * x_row + z * x_column)[:, None]
                             + (channel * x_channel)[None, :]
@@ -540,7 +542,7 @@ def folded_conv_backward(
             LAST=last,
             ALIGN=align,
             BEFORE=x.activation,
-            SETTLED=x.gradient_at_output,
+            GRADIENT_AT_OUTPUT=x.gradient_at_output,
             MORE=added,
             MEAN=gradients.mean is not None,
             **constants(kernel, geometry),

@@ -199,7 +199,7 @@ def _leave(
     at,
     mask,
     BEFORE: tl.constexpr,
-    SETTLED: tl.constexpr,
+    GRADIENT_AT_OUTPUT: tl.constexpr,
     GATE: tl.constexpr,
     MORE: tl.constexpr,
 ):
@@ -208,7 +208,7 @@ def _leave(
         g *= factor[None, :]
     if MORE:
         g += tl.load(more + at, mask, other=0.0).to(tl.float32)
-    if not SETTLED:
+    if not GRADIENT_AT_OUTPUT:
         g = act_gradient(g, x_tile, BEFORE)
     tl.store(gx + at, g.to(gx.dtype.element_ty), mask)
 
@@ -262,7 +262,7 @@ def folded_pointwise_backward_kernel(
     X_LAST: tl.constexpr,
     G_LAST: tl.constexpr,
     BEFORE: tl.constexpr,
-    SETTLED: tl.constexpr,
+    GRADIENT_AT_OUTPUT: tl.constexpr,
     GATE: tl.constexpr,
     MORE: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -381,7 +381,7 @@ def folded_pointwise_backward_kernel(
             x_tile = _load_tile(
                 x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS
             )
-            _leave(gx, more, back, x_tile, factor, at, mask, BEFORE, SETTLED, GATE, MORE)
+            _leave(gx, more, back, x_tile, factor, at, mask, BEFORE, GRADIENT_AT_OUTPUT, GATE, MORE)
     else:
         if WANT_INPUT:
             forward = tl.load(folded + weights_at, both, other=0.0)
@@ -449,7 +449,9 @@ def folded_pointwise_backward_kernel(
                 gx_at = _places(t, gx_row, gx_column, out_width, stride_h, stride_w, PLAIN)
                 mask = (t < end)[:, None] & has_channel[None, :]
                 at = gx_at[:, None] + (channel * gx_channel)[None, :]
-                _leave(gx, more, g_in, x_tile, factor, at, mask, BEFORE, SETTLED, GATE, MORE)
+                _leave(
+                    gx, more, g_in, x_tile, factor, at, mask, BEFORE, GRADIENT_AT_OUTPUT, GATE, MORE
+                )
 
         if GATE:
             at = of_gate + sample * inputs + channel
@@ -762,7 +764,7 @@ def folded_conv_backward(
             G_LAST=g_last,
             ALIGN=align,
             BEFORE=x.activation,
-            SETTLED=x.gradient_at_output,
+            GRADIENT_AT_OUTPUT=x.gradient_at_output,
             GATE=x.gate is not None,
             MORE=added,
             ACT=block.activation,

@@ -176,8 +176,8 @@ def test_an_activation_that_was_left_open(act):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
     g = torch.rand_like(x)
-    (settled,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
-    assert torch.equal(settled, g)
+    (unchanged,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
+    assert torch.equal(unchanged, g)
     assert torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
 
 

@@ -68,6 +68,9 @@ LEFT = {
     "padded": case(2, 4, 8, (5, 5), padding=1),
     "three-axes": case(2, 4, 8, (3, 4, 5), layout="planes"),
     "large-kernel": case(1, 2, 2, (13, 14), kernel=13, padding=6, groups=2),
+    "mean-of-no-activation": case(
+        2, 5, 5, (5, 7), "none", kernel=3, padding=1, groups=5, mean=True
+    ),
 }
 
 RUN = """
@@ -216,7 +219,8 @@ def test_output_has_the_memory_format_of_the_input(name, interpreted):
 @pytest.mark.parametrize("name", list(LEFT))
 def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
     assert interpreted["left"][name, "folded_conv_backward"] is NotImplemented
-    assert name == "large-kernel" or interpreted["left"][name, "folded_conv"] is NotImplemented
+    if name not in ("large-kernel", "mean-of-no-activation"):
+        assert interpreted["left"][name, "folded_conv"] is NotImplemented
     wanted = definition("folded_conv_backward", LEFT[name]["folded_conv_backward"])
     check_results(interpreted["left_run"][name], wanted, TOLERANCE[torch.float32])
 

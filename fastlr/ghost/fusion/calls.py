@@ -42,7 +42,7 @@ from fastlr.ghost.fusion.squeeze_excitation import (
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
-ALONE = "no batch norm follows"
+NO_NORM = "no batch norm follows"
 # To the number of their spatial axes.
 CONVOLUTIONS: dict[Callable, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 ADDITIONS: set[Callable] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
@@ -122,7 +122,7 @@ def _begun(
     size = [] if geometry is None else geometry.output_size(input.shape[2:], weight.shape[2:])
     if geometry is None or min(size) < 1:
         return None
-    blocks.plain[name] = ALONE
+    blocks.plain[name] = NO_NORM
     made = Convolution(_readable(input, weight, geometry), weight, bias, geometry)
     return Pending(blocks, made, [len(input), len(weight), *size])
 

@@ -31,7 +31,7 @@ from fastlr.ghost import recurrent
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn
 from fastlr.ghost.fusion.blocks import Blocks
-from fastlr.ghost.fusion.calls import ALONE, CONVOLUTIONS, HANDLERS, Call, metadata
+from fastlr.ghost.fusion.calls import CONVOLUTIONS, HANDLERS, NO_NORM, Call, metadata
 from fastlr.ghost.fusion.pending import METADATA, computed
 from fastlr.ops.torch_private import saved_tensors_are_hooked, tree_leaves
 
@@ -103,7 +103,7 @@ class Folding(Blocks, TorchFunctionMode):
             self.weights.begin()
             if not self.again and not self.disabled:
                 # Look no more.
-                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {ALONE}
+                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {NO_NORM}
                 return result
         else:
             self.disabled = self.disabled or "its blocks change from one forward pass to the next"

@@ -12,8 +12,9 @@ O(eps^2)``, which is ``eps * n * LR``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,8 @@ def local_redundancy_exact(
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ModelError("the model has no trainable parameters: nothing spans a local family")
-    base, scores = _scores(model, candidates, parameters)
+    log_probabilities = partial(_log_probabilities, model, candidates)
+    base, scores = _scores(log_probabilities, parameters)
     inputs, classes = base.shape
 
     count = math.comb(inputs * classes + n - 1, n)
@@ -98,7 +100,7 @@ def local_redundancy_exact(
     base_fit = datasets @ base.flatten()
     best = base_fit.clone()  # eta = 0
     for eta in steps[1:]:
-        family = _moved(model, candidates, parameters, scores, datasets, eta)
+        family = _moved(log_probabilities, parameters, scores, datasets, eta)
         if own_dataset_only:
             best = torch.maximum(best, (datasets * family).sum(1))
             continue
@@ -140,12 +142,12 @@ def _log_probabilities(model: nn.Module, candidates: Tensor, values: Parameters)
 
 
 def _scores(
-    model: nn.Module, candidates: Tensor, parameters: Parameters
+    log_probabilities: Callable[[Parameters], Tensor], parameters: Parameters
 ) -> tuple[Tensor, Parameters]:
     """Return (log P(c | x_k) [K, C], its gradients by parameter: [K * C, ...], at k * C + c)."""
     with torch.enable_grad():
         leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-        base = _log_probabilities(model, candidates, leaves)
+        base = log_probabilities(leaves)
         rows = []
         for pair in base.flatten():
             rows.append(
@@ -159,8 +161,7 @@ def _scores(
 
 @torch.no_grad()
 def _moved(
-    model: nn.Module,
-    candidates: Tensor,
+    log_probabilities: Callable[[Parameters], Tensor],
     parameters: Parameters,
     scores: Parameters,
     datasets: Tensor,
@@ -175,7 +176,7 @@ def _moved(
         moved = {}
         for name, p in parameters.items():
             moved[name] = p + eta * torch.tensordot(counts, scores[name], dims=1)
-        members.append(_log_probabilities(model, candidates, moved).flatten())
+        members.append(log_probabilities(moved).flatten())
     family = torch.stack(members)
     if not family.isfinite().all():
         raise NonFiniteError(
