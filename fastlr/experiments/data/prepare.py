@@ -97,9 +97,7 @@ def prepare(
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
-        workers = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            workers = len(os.sched_getaffinity(0))
+        workers = _cores()
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
@@ -143,6 +141,13 @@ def prepare(
         show = progress or (lambda *_: None)
         _make(folder, listing, layout.classes, plan, max_file_mb, workers, show)
     return ImageStore.open(folder)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager
@@ -256,8 +261,8 @@ def counter(progress: ShowProgress, what: str, total: int, done: int = 0) -> Cal
 
 def _tidy(folder: Path) -> None:
     """Remove what only an unfinished store needs."""
-    for name in (JOURNAL, PLAN):
-        (folder / name).unlink(missing_ok=True)
+    (folder / JOURNAL).unlink(missing_ok=True)
+    (folder / PLAN).unlink(missing_ok=True)
 
 
 def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source) -> None:
@@ -274,9 +279,7 @@ def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source)
 def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
     """Return the blocks that an earlier run wrote into the folder, by class.
 
-    Refuses a folder that holds something else.
-
-    A plan that leaves ``resize`` open takes that of the earlier run.
+    Refuses a folder that holds something else. A plan that leaves ``resize`` open takes that run's.
     """
     if (folder / INDEX).exists():
         index = read_index(folder)
