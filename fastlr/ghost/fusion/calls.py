@@ -27,7 +27,6 @@ from fastlr.ghost.fusion.pending import (
     Pending,
     Product,
     computed,
-    loaded_of,
     result_dtype,
 )
 from fastlr.ghost.fusion.squeeze_excitation import (
@@ -123,19 +122,23 @@ def _begun(
     if geometry is None or min(size) < 1:
         return None
     blocks.plain[name] = NO_NORM
-    made = Convolution(_readable(input, weight, geometry), weight, bias, geometry)
+    x = input
+    if isinstance(input, Lazy):
+        x = _as_input(input, weight, geometry)
+    made = Convolution(x, weight, bias, geometry)
     return Pending(blocks, made, [len(input), len(weight), *size])
 
 
-def _readable(input: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Return the input of a block as it reads it: pending where it applies what is left to it.
+def _as_input(input: Lazy, weight: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Compute the pending input of a block, but for last steps that the block itself can apply.
 
-    Only blocks with kernels do, and only in the dtype that the input has.
+    Only blocks with kernels can, and only in the dtype that the input has.
     """
-    if not isinstance(input, Lazy):
+    has_kernel = kind_of(weight, geometry) is not None
+    same_dtype = input.dtype == result_dtype(input)
+    if has_kernel and same_dtype and input.try_to_leave_steps():
         return input
-    applies = kind_of(weight, geometry) is not None and input.dtype == result_dtype(input)
-    return input if applies and input.leaves_steps() else input.compute()
+    return input.compute()
 
 
 def batch_norm(blocks: Blocks, call: Call) -> Tensor | None:
@@ -209,18 +212,29 @@ def addition(blocks: Blocks, call: Call) -> Pending | None:
         pending, other = other, pending
     if not _takes_addition(pending) or not isinstance(other, Tensor):
         return None
-    loaded = loaded_of(other) if pending.may_leave_activation else None
-    if loaded is None or not loaded.gradient_at_output or loaded.gate is not None:
-        other = computed(other)
+    other = _as_residual(other, pending)
     alike = other.shape == pending.shape and other.dtype == pending.dtype
     if not alike or other.device != pending.device or id(other) in blocks.names:
         return None
-    if not pending.takes_addition:  # computing the other has needed its numbers
+    if not pending.takes_addition:  # the other was made from it: that has needed its numbers
         return None
     blocks.folded[blocks.names[id(pending.convolution.weight)]] = "add"
     result = pending if in_place else pending.next_step()
     result.take_residual(other)
     return result
+
+
+def _as_residual(other: Tensor, block: Pending) -> Tensor:
+    """Compute what is added to a block, but for an activation that the block itself can apply.
+
+    By kernels it can, but not a gate, nor the activation's derivative: another reader has to.
+    """
+    if not block.can_leave_activation or not isinstance(other, Lazy):
+        return computed(other)
+    loaded = other.loaded()
+    if loaded.gradient_at_output and loaded.gate is None:
+        return other
+    return other.compute()
 
 
 def _takes_addition(t: Any) -> bool:
@@ -290,7 +304,7 @@ def _product_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Pr
     factors, x = args if isinstance(args[1], Pending) else args[::-1]
     if not isinstance(x, Pending) or isinstance(factors, Lazy) or not is_gate(factors, x):
         return None
-    return Product(x, factors) if x.leaves_steps() else None
+    return Product(x, factors) if x.try_to_leave_steps() else None
 
 
 def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:

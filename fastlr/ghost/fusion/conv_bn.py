@@ -166,10 +166,11 @@ class Neighbours(NamedTuple):
 
     Attributes:
         activation: of the block before, applied to ``x`` as it is loaded.
-        gradient_at_output: of ``x``, as in `fastlr.ops.block.Loaded`.
+        gradient_at_output: of ``x``, as in `fastlr.ops.block.Loaded`; who applies a derivative is
+            said in fastlr.ghost.fusion.pending.
         residual_activation: applied to the residual as it is loaded.
-        shares_x: ``x`` is an output too, for those who load it after this block: their gradient,
-            at the output of the activation, comes here and is added.
+        passes_on_x: ``x`` is an output too, for those who load it after this block: their
+            gradient, at the output of the activation, comes here and is added.
         mean: the mean of the block's activation over all positions is an output too, and the first
             output is the activation's input.
     """
@@ -177,7 +178,7 @@ class Neighbours(NamedTuple):
     activation: str = "none"
     gradient_at_output: bool = False
     residual_activation: str = "none"
-    shares_x: bool = False
+    passes_on_x: bool = False
     mean: bool = False
 
 
@@ -263,8 +264,8 @@ class FoldedConv(torch.autograd.Function):
         if options.neighbours is None:
             return out
         ctx.set_materialize_grads(False)
-        shared = tensors.x if neighbours.shares_x else None
-        return out, shared, mean
+        passed_on = tensors.x if neighbours.passes_on_x else None
+        return out, passed_on, mean
 
     @staticmethod
     def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:

@@ -4,10 +4,20 @@
 convolution; each call that the block takes in makes the next one of it, which has *absorbed* the
 one before. Whoever needs numbers computes it.
 
-By kernels a block may leave its last steps to those who read its result: it then computes the
-activation's input alone, and the readers, blocks themselves, load it by `Lazy.loaded` and apply the
-activation. The first of them hands back the gradient at the activation's input, and for the next
-ones passes the tensor on as an output of its own, so that their gradients come to it.
+Steps left to the readers. By kernels a block may compute its activation's input alone; blocks that
+read its result load that (`Lazy.loaded`) and apply the activation themselves. This is the one place
+that says who applies the activation's derivative, so that it is applied once:
+
+1. The first reader does. It hands back the gradient at the activation's input
+   (``Loaded.gradient_at_output`` is False).
+2. It passes the tensor on: its node returns its own input as one more output
+   (``Neighbours.passes_on_x``), and `Lazy.pass_on` gives that to the next readers.
+3. The next readers do not (``gradient_at_output`` is True). They hand back the gradient at the
+   activation's output, at what was passed on; so it reaches the first reader's node, as
+   ``Gradients.loaded``, which adds it to its own before it applies the derivative.
+
+A residual is only loaded under rule 3: no block passes its residual on. Where the activation is
+"none" there is no derivative, and all readers are under rule 3.
 """
 
 from __future__ import annotations
@@ -52,7 +62,7 @@ def result_dtype(x: Tensor) -> torch.dtype:
 class Activated(torch.autograd.Function):
     """The activation of what a block has left before it, for those who cannot apply it on loading.
 
-    With ``gradient_at_output`` somebody else applies the derivative.
+    With ``gradient_at_output`` the block's first reader applies the derivative.
     """
 
     @staticmethod
@@ -65,7 +75,7 @@ class Activated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """Apply the derivative, unless somebody else does."""
+        """Apply the derivative, unless the block's first reader does."""
         for tensor in ctx.saved_tensors:
             g = ops.run("activation_grad", g, tensor, ctx.activation)
         return g, None, None
@@ -85,8 +95,8 @@ class Lazy(Tensor):
         """Return what those load who can apply the last steps; it is computed now if need be."""
         return Loaded(self.compute())
 
-    def leaves_steps(self) -> bool:
-        """Return True if last steps, or a part of their derivatives, are left to the readers."""
+    def try_to_leave_steps(self) -> bool:
+        """Compute what readers load, where they can be left the last steps; True if they are."""
         return False
 
     def pass_on(self, tensor: Tensor) -> None:
@@ -142,8 +152,8 @@ class Product(Lazy):
             return Loaded(self.compute())
         return self.factored.loaded()._replace(gate=self.factors)
 
-    def leaves_steps(self) -> bool:  # noqa: D102
-        return self.value is None and self.factored.leaves_steps()
+    def try_to_leave_steps(self) -> bool:  # noqa: D102
+        return self.value is None and self.factored.try_to_leave_steps()
 
     def pass_on(self, tensor: Tensor) -> None:  # noqa: D102
         self.factored.pass_on(tensor)
@@ -192,8 +202,9 @@ class Pending(Lazy):
     residual: Tensor | None
     activation: str
     autocast: bool  # as it was at the convolution
-    versions: tuple[int, ...]  # of the input and of the residual, when the block took them in
-    residual_versions: tuple[int, ...]
+    # `write_counts` of the input and of the residual, when the block took them in.
+    x_writes: tuple[int, ...]
+    residual_writes: tuple[int, ...]
     absorbed: bool  # a later step of the block exists, which stands for this one too
     unactivated: Loaded | None  # computed but for the activation, which is left to the readers
 
@@ -205,21 +216,21 @@ class Pending(Lazy):
         self.blocks, self.value = blocks, None
         self.convolution, self.batch_norm, self.activation = convolution, None, "none"
         self.autocast = torch.is_autocast_enabled(x.device.type)
-        self.versions = versions(x)
-        self.residual, self.residual_versions = None, ()
+        self.x_writes = write_counts(loaded_of(x))
+        self.residual, self.residual_writes = None, ()
         self.absorbed, self.unactivated = False, None
         return self
 
     def next_step(self) -> Pending:
         """Return the same once more, to take in the next call; this one is absorbed."""
         result = Pending(self.blocks, self.convolution, list(self.shape))
-        result.versions, result.batch_norm, self.absorbed = self.versions, self.batch_norm, True
-        result.residual, result.residual_versions = self.residual, self.residual_versions
+        result.x_writes, result.batch_norm, self.absorbed = self.x_writes, self.batch_norm, True
+        result.residual, result.residual_writes = self.residual, self.residual_writes
         return result
 
     def take_residual(self, residual: Tensor) -> None:
         """Take in the addition of a residual."""
-        self.residual, self.residual_versions = residual, versions(residual)
+        self.residual, self.residual_writes = residual, write_counts(loaded_of(residual))
 
     @property
     def untouched(self) -> bool:
@@ -269,9 +280,11 @@ class Pending(Lazy):
 
     def _changed_in_place(self) -> str | None:
         """Return what was changed in place since the block took it in, as a reason; or None."""
-        if versions(self.convolution.x) != self.versions:
+        if write_counts(loaded_of(self.convolution.x)) != self.x_writes:
             return "the convolution's input was changed in place"
-        if self.residual is not None and versions(self.residual) != self.residual_versions:
+        if self.residual is None:
+            return None
+        if write_counts(loaded_of(self.residual)) != self.residual_writes:
             return "what is added was changed in place"
         return None
 
@@ -303,9 +316,9 @@ class Pending(Lazy):
             if not reads_pending and not mean:
                 return FoldedConv.apply(self.blocks.weights, options, *tensors), None
             options = options._replace(neighbours=self._neighbours(loaded, residual, mean))
-            out, shared, means = FoldedConv.apply(self.blocks.weights, options, *tensors)
-        if shared is not None:
-            self.convolution.x.pass_on(shared)  # type: ignore[attr-defined]
+            out, passed_on, means = FoldedConv.apply(self.blocks.weights, options, *tensors)
+        if passed_on is not None:
+            self.convolution.x.pass_on(passed_on)  # type: ignore[attr-defined]
         return out, means
 
     def _neighbours(self, loaded: Loaded, residual: Loaded | None, mean: bool) -> Neighbours:
@@ -315,29 +328,29 @@ class Pending(Lazy):
             loaded.activation,
             loaded.gradient_at_output,
             residual_activation=residual.activation if residual else "none",
-            shares_x=pending and loaded.tensor.requires_grad,
+            passes_on_x=pending and loaded.tensor.requires_grad,
             mean=mean,
         )
 
     @property
-    def may_leave_activation(self) -> bool:
-        """True if the activation may be left to the readers: kernels serve, and nothing is late."""
+    def can_leave_activation(self) -> bool:
+        """True if the activation can be left to the readers: kernels serve, and nothing is late."""
         if self.batch_norm is None or self.absorbed or not self.untouched:
             return False
-        by_kernels = ops.backend_for(loaded_of(self.convolution.x).tensor) == "triton"
-        return by_kernels and self._changed_in_place() is None
+        x = loaded_of(self.convolution.x).tensor  # was loaded when the block began
+        return ops.backend_for(x) == "triton" and self._changed_in_place() is None
 
     def _leave_activation(self, unactivated: Tensor) -> None:
-        """Leave the activation of this tensor to the readers, of whom the first differentiates."""
-        nothing_left = self.activation == "none"
-        self.unactivated = Loaded(unactivated, self.activation, gradient_at_output=nothing_left)
+        """Leave the activation of this tensor to the readers: the next one is the first."""
+        no_derivative = self.activation == "none"
+        self.unactivated = Loaded(unactivated, self.activation, gradient_at_output=no_derivative)
 
     def loaded(self) -> Loaded:  # noqa: D102
-        if self.unactivated is None and self.may_leave_activation:
+        if self.unactivated is None and self.can_leave_activation:
             self._leave_activation(self._folded("none")[0])
         return self.unactivated or Loaded(self.compute())
 
-    def leaves_steps(self) -> bool:  # noqa: D102
+    def try_to_leave_steps(self) -> bool:  # noqa: D102
         self.loaded()
         return self.unactivated is not None
 
@@ -349,7 +362,7 @@ class Pending(Lazy):
         kind = kind_of(self.convolution.weight, self.convolution.geometry)
         if self.residual is not None or self.ndim != 4 or kind != "depthwise":
             return None
-        if not self.may_leave_activation:
+        if not self.can_leave_activation:
             return None
         unactivated, mean = self._folded(self.activation, mean=True)
         self._leave_activation(unactivated)
@@ -365,9 +378,8 @@ def loaded_of(t: Tensor) -> Loaded:
     return t.loaded() if isinstance(t, Lazy) else Loaded(t)
 
 
-def versions(t: Tensor) -> tuple[int, ...]:
-    """Return how often what is loaded of a tensor was written to."""
-    loaded = loaded_of(t)
+def write_counts(loaded: Loaded) -> tuple[int, ...]:
+    """Return how often a loaded tensor and its gate were written to."""
     return loaded.tensor._version, 0 if loaded.gate is None else loaded.gate._version
 
 
