@@ -201,11 +201,11 @@ class Engine:
             reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         # Outside the handler, so that its traceback frees the memory of what failed.
         if self.folding.replaced and not self.folding.calls_refused:
-            self.folding.give_up([], reason)
+            self.folding.refuse_replaced_calls(reason)
             return self._run_with_less_folded_where_it_fails(x, cotangent)
         with unfolded():
             result = self._run_until_it_holds(x, cotangent)
-        self.folding.give_up([], reason)
+        self.folding.fold_nothing(reason)
         return result
 
     def _run_until_it_holds(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
@@ -226,9 +226,9 @@ class Engine:
         """
         if isinstance(found, FoldRefuted):
             if found.names:
-                self.folding.give_up(found.names, found.reason)
+                self.folding.refuse_blocks(found.names, found.reason)
             else:
-                self.folding.disable(found.reason)
+                self.folding.fold_nothing(found.reason)
         elif isinstance(found, Disproved):
             self._distrust(found)
         elif isinstance(found, CheckpointError):
