@@ -292,12 +292,16 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     order = torch.randperm(count, generator=generator).tolist()
     groups: list[list[int]] = []
     if count > SAMPLES:
-        # Even ones of an even batch: the model may take no others.
-        half = count // 2 if count % 2 else count // 4 * 2
+        half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
     if chunk.ledger.reason_to_look or not groups:
         groups += copies_of_each(order[:ALONE])
     return groups
+
+
+def _half_that_the_model_takes(count: int) -> int:
+    """Return the half of a batch; an even one of an even batch, as the model may take no others."""
+    return count // 2 if count % 2 else count // 4 * 2
 
 
 def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
