@@ -231,6 +231,8 @@ class Engine:
                 self.folding.fold_nothing(found.reason)
         elif isinstance(found, Disproved):
             self._distrust(found)
+        elif isinstance(found, Rerouted):
+            pass  # `norms_by_rules` has entered the rule as given up: the next pass goes without it
         elif isinstance(found, CheckpointError):
             if self.ledger.loop.issuperset(self.parameters):
                 raise found
@@ -385,7 +387,8 @@ class Engine:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
             norms |= norms_by_loop(chunk, one.v, chosen)
-        return self._table(norms | norms_refuting_rules(chunk, one.v, norms), one)
+        exact_where_rules_fail = norms_refuting_rules(chunk, one.v, norms)
+        return self._table(norms | exact_where_rules_fail, one)
 
     def _refuted_by(
         self, audit: SampleAudit, chunk: Chunk, plan: Plan, norms: dict[str, Tensor]
@@ -394,7 +397,11 @@ class Engine:
 
         They do where the plan is new; an older one is disproved.
         """
-        wrong = audited(audit, norms, lambda: self._forward(chunk.x), fresh=plan.fresh)
+
+        def run_again() -> Tensor:
+            return self._forward(chunk.x)
+
+        wrong = audited(audit, norms, run_again, fresh=plan.fresh)
         self.audits.passed += not wrong
         for name, reason in wrong.items():
             chunk.ledger.send_to_loop(name, reason)
@@ -464,8 +471,8 @@ class Engine:
             return False
         proofs = plan.flags.ledger.parameters.values()
         by_rules = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        by_graph = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
-        return plan.count > 1 and by_rules and by_graph
+        samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
+        return plan.count > 1 and by_rules and samples_are_known
 
     def run_planned(
         self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
