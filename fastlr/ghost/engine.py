@@ -297,7 +297,7 @@ class Engine:
 
         So where parameters are in memory only while something uses them.
         """
-        if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
+        if not self.view.parameters_in_memory and self.known.of_flags(self._flags()) is None:
             with self.view.structure_only():
                 chunk = self._chunk_of(x)
             proven(chunk)
@@ -412,8 +412,8 @@ class Engine:
 
         They are zero where there are none.
         """
-        zero = torch.zeros_like(one.factor)
-        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.factor
+        zero = torch.zeros_like(one.unscaling)
+        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.unscaling
 
     def _routes(self) -> dict[str, str]:
         """Return the route of each parameter: "zero" for one that no output has used."""
@@ -521,7 +521,7 @@ class Engine:
             batch = self.view.batch(x, plan.count)
             sample = self.audits.draw(batch.count)
             audit = SampleAudit(self.view, self.ledger, batch, sample, one.v)
-            of_sample = table[:, sample] / one.factor[sample]
+            of_sample = table[:, sample] / one.unscaling[sample]
             norms = dict(zip(self.parameters, of_sample, strict=True))
             right = audit.has_its_output(output) and not audit.refuted(
                 norms, lambda: self._forward(x)

@@ -152,8 +152,8 @@ def _prove_structure(chunk: Chunk) -> list[str]:
     graph, ledger = chunk.graph, chunk.ledger
     unproven = _unproven(chunk)
     rows = trace(graph, chunk.z, chunk.view.out_dim)
-    varies_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
-    if varies_with_data and proven_before and not unproven and _absence_is_proven(chunk):
+    rows_vary_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
+    if rows_vary_with_data and proven_before and not unproven and _absence_is_proven(chunk):
         return []
     refuse_parts_of_samples(graph, rows.known)  # needs no proof
     unproven = _prove_on_triples(chunk)
