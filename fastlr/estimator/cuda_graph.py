@@ -238,7 +238,7 @@ class Replays:
         """
         if self.recorder is None or self.paused or self.engine.audits.failed:
             return False
-        return self.engine.view.in_memory
+        return self.engine.view.parameters_in_memory
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it.

@@ -240,7 +240,7 @@ def backward(
         visits[i] += 1
         visit(i, tuple(gradients))
 
-    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_root(i))
+    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_lowest(i))
     above = [i for i in structure.by_node if i not in lowest]
     places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]

@@ -37,12 +37,12 @@ class Pass(NamedTuple):
 
     Attributes:
         v: the cotangent, each sample scaled to unit size.
-        factor: [B] undoes the scaling of squared norms.
+        unscaling: [B] undoes the scaling of squared norms.
         more: whether other passes of the batch follow.
     """
 
     v: Tensor
-    factor: Tensor
+    unscaling: Tensor
     more: bool
 
 

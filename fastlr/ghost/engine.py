@@ -201,11 +201,11 @@ class Engine:
             reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         # Outside the handler, so that its traceback frees the memory of what failed.
         if self.folding.replaced and not self.folding.calls_refused:
-            self.folding.give_up([], reason)
+            self.folding.refuse_replaced_calls(reason)
             return self._run_with_less_folded_where_it_fails(x, cotangent)
         with unfolded():
             result = self._run_until_it_holds(x, cotangent)
-        self.folding.give_up([], reason)
+        self.folding.fold_nothing(reason)
         return result
 
     def _run_until_it_holds(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
@@ -226,11 +226,13 @@ class Engine:
         """
         if isinstance(found, FoldRefuted):
             if found.names:
-                self.folding.give_up(found.names, found.reason)
+                self.folding.refuse_blocks(found.names, found.reason)
             else:
-                self.folding.disable(found.reason)
+                self.folding.fold_nothing(found.reason)
         elif isinstance(found, Disproved):
             self._distrust(found)
+        elif isinstance(found, Rerouted):
+            pass  # `norms_by_rules` has entered the rule as given up: the next pass goes without it
         elif isinstance(found, CheckpointError):
             if self.ledger.loop.issuperset(self.parameters):
                 raise found
@@ -295,7 +297,7 @@ class Engine:
 
         So where parameters are in memory only while something uses them.
         """
-        if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
+        if not self.view.parameters_in_memory and self.known.of_flags(self._flags()) is None:
             with self.view.structure_only():
                 chunk = self._chunk_of(x)
             proven(chunk)
@@ -385,7 +387,8 @@ class Engine:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
             norms |= norms_by_loop(chunk, one.v, chosen)
-        return self._table(norms | norms_refuting_rules(chunk, one.v, norms), one)
+        exact_where_rules_fail = norms_refuting_rules(chunk, one.v, norms)
+        return self._table(norms | exact_where_rules_fail, one)
 
     def _refuted_by(
         self, audit: SampleAudit, chunk: Chunk, plan: Plan, norms: dict[str, Tensor]
@@ -394,7 +397,11 @@ class Engine:
 
         They do where the plan is new; an older one is disproved.
         """
-        wrong = audited(audit, norms, lambda: self._forward(chunk.x), fresh=plan.fresh)
+
+        def run_again() -> Tensor:
+            return self._forward(chunk.x)
+
+        wrong = audited(audit, norms, run_again, fresh=plan.fresh)
         self.audits.passed += not wrong
         for name, reason in wrong.items():
             chunk.ledger.send_to_loop(name, reason)
@@ -405,8 +412,8 @@ class Engine:
 
         They are zero where there are none.
         """
-        zero = torch.zeros_like(one.factor)
-        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.factor
+        zero = torch.zeros_like(one.unscaling)
+        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.unscaling
 
     def _routes(self) -> dict[str, str]:
         """Return the route of each parameter: "zero" for one that no output has used."""
@@ -464,8 +471,8 @@ class Engine:
             return False
         proofs = plan.flags.ledger.parameters.values()
         by_rules = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        by_graph = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
-        return plan.count > 1 and by_rules and by_graph
+        samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
+        return plan.count > 1 and by_rules and samples_are_known
 
     def run_planned(
         self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
@@ -514,7 +521,7 @@ class Engine:
             batch = self.view.batch(x, plan.count)
             sample = self.audits.draw(batch.count)
             audit = SampleAudit(self.view, self.ledger, batch, sample, one.v)
-            of_sample = table[:, sample] / one.factor[sample]
+            of_sample = table[:, sample] / one.unscaling[sample]
             norms = dict(zip(self.parameters, of_sample, strict=True))
             right = audit.has_its_output(output) and not audit.refuted(
                 norms, lambda: self._forward(x)

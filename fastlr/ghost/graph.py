@@ -210,7 +210,7 @@ class Graph:
             if c >= 0 and self.side[c] == PARAMETER
         ]
 
-    def is_root(self, node: int) -> bool:
+    def is_lowest(self, node: int) -> bool:
         """Return True if no parameter lies on the sample side below the node.
 
         The engine then captures the node's gradient.

@@ -170,7 +170,7 @@ class ModelView:
         return next(iter(self.held.values())).device
 
     @property
-    def in_memory(self) -> bool:
+    def parameters_in_memory(self) -> bool:
         """False where parameters are in memory only while something uses them.
 
         See `fastlr.distributed.on_demand`.

@@ -152,8 +152,8 @@ def _prove_structure(chunk: Chunk) -> list[str]:
     graph, ledger = chunk.graph, chunk.ledger
     unproven = _unproven(chunk)
     rows = trace(graph, chunk.z, chunk.view.out_dim)
-    varies_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
-    if varies_with_data and proven_before and not unproven and _absence_is_proven(chunk):
+    rows_vary_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
+    if rows_vary_with_data and proven_before and not unproven and _absence_is_proven(chunk):
         return []
     refuse_parts_of_samples(graph, rows.known)  # needs no proof
     unproven = _prove_on_triples(chunk)
@@ -292,12 +292,16 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     order = torch.randperm(count, generator=generator).tolist()
     groups: list[list[int]] = []
     if count > SAMPLES:
-        # Even ones of an even batch: the model may take no others.
-        half = count // 2 if count % 2 else count // 4 * 2
+        half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
     if chunk.ledger.reason_to_look or not groups:
         groups += copies_of_each(order[:ALONE])
     return groups
+
+
+def _half_that_the_model_takes(count: int) -> int:
+    """Return the half of a batch; an even one of an even batch, as the model may take no others."""
+    return count // 2 if count % 2 else count // 4 * 2
 
 
 def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:

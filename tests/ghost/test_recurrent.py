@@ -157,7 +157,7 @@ def test_after_folding_is_given_up():
     model, x = Layers("lstm").eval(), series(torch.float32)
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
-    engine.folding.give_up([], "a test")
+    engine.folding.refuse_replaced_calls("a test")
     assert engine.folding.calls_refused == "a test"
     got = engine.run(x, lambda z: torch.ones_like(z))
     torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)

@@ -66,18 +66,15 @@ class Blocks:
         """Fold nothing from now on."""
         self.disabled, self.again = reason, True
 
-    def give_up(self, names: list[str], reason: str) -> None:
-        """Leave these convolutions unfolded from now on.
-
-        If none is named, leave all of them, but first the replaced calls.
-        """
+    def refuse_blocks(self, names: list[str], reason: str) -> None:
+        """Leave the convolutions with these weights unfolded from now on."""
         self.refused.update(dict.fromkeys(names, reason))
-        if not names and self.replaced:
-            self.calls_refused = reason
-        elif not names:
-            self.disable(reason)
 
-    def disable(self, reason: str) -> None:
+    def refuse_replaced_calls(self, reason: str) -> None:
+        """Fold only convolutions and norms from now on; all other calls run as the model says."""
+        self.calls_refused = reason
+
+    def fold_nothing(self, reason: str) -> None:
         """Run the model as it is from now on."""
         self.disabled = reason
         self.begin()

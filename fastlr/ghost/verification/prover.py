@@ -159,7 +159,7 @@ class Prover:
 
 def _prove_on(trial: Trial, ledger: Ledger) -> None:
     """Prove on one copy; raises what is wrong with it or with the model."""
-    z = trial.run_folded(trial.all, backward=trial.view.in_memory)
+    z = trial.run_folded(trial.all, backward=trial.view.parameters_in_memory)
     _require_finite(z, trial.count)
     require_graph(z)
     graph = walk(z, trial.subject.parameters)
@@ -184,7 +184,8 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
         ledger.notes.append(
             "the model does not take two samples: its gradients were taken from one alone"
         )
-    if not trial.view.in_memory:  # only now a graph that can be run backward: one at a time
+    # Where they are not, only now a graph that can be run backward: one at a time.
+    if not trial.view.parameters_in_memory:
         sides = graph.side, graph.keys
         z = trial.run_folded(trial.all, backward=True)
         graph = walk(z, trial.subject.parameters)
@@ -263,7 +264,7 @@ def _computed_of_data_too(trial: Trial, graph: Graph) -> set[tuple]:
     def walked(samples: Sequence[int]) -> Graph:
         return walk(trial.run_folded(samples, backward=True), trial.subject.parameters)
 
-    one = gradients(graph if trial.view.in_memory else walked(trial.all))
+    one = gradients(graph if trial.view.parameters_in_memory else walked(trial.all))
     other = gradients(walked([0] * trial.count))
     varying = set()
     for place in sources:

@@ -101,7 +101,8 @@ class StandIn:
 
     def _may_have_clone(self) -> bool:
         """Return False where a clone would not be what the model is, as where it is compiled."""
-        if caches_are_emptied() or any(hooks_of_all_modules()) or not self.view.in_memory:
+        on_demand = not self.view.parameters_in_memory
+        if on_demand or caches_are_emptied() or any(hooks_of_all_modules()):
             return False
         try:
             return all(map(_is_plain, all_modules(self.model)))
