@@ -3,7 +3,9 @@
 Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
 Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
-limit: ``make lint`` does. Limits are lowered as the code gets plainer, never raised.
+limit: ``make lint`` does. Limits are lowered as the code gets plainer. That of fastlr's tokens was
+raised once, from 259,000: unpacking made more functions than it made concepts leave, and the
+verdict by one rule came.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
@@ -50,15 +52,15 @@ LAYOUT = {
 LIMITS: dict[str, dict[str, float]] = {
     "fastlr": {
         "wide": 0,
-        "packed": 9.8,
-        "very_packed": 1.8,
-        "branchy": 20,
+        "packed": 3.0,
+        "very_packed": 0.1,
+        "branchy": 2,
         "ambiguous": 0,
-        "tokens": 259_000,
+        "tokens": 268_000,
     },
-    "kernels": {"wide": 0, "packed": 15.9, "very_packed": 1.8},
-    "bench": {"wide": 0, "packed": 5.0, "very_packed": 0.3},
-    "tests": {"wide": 55, "tokens": 295_500},
+    "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
+    "bench": {"wide": 0, "packed": 5.0, "very_packed": 0.0},
+    "tests": {"wide": 0, "ambiguous": 0, "tokens": 282_000},
 }
 
 

@@ -258,15 +258,17 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
-    if count > SAMPLES and len(failures) == len(choices):
+    if len(failures) < len(choices):  # some ran, and gave another output
+        prove_as_it_is(chunk, batch)  # names the culprit where it can
+        raise interaction(chunk)
+    if count > SAMPLES:
         raise InputError(
             f"the model fails on parts of the {count} samples ({failures[0]}); check "
             f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
             "samples along it"
         )
+    # So few samples that the proof is of the batch itself.
     prove_as_it_is(chunk, batch)
-    if not failures:
-        raise interaction(chunk)
     return batch
 
 

@@ -678,3 +678,17 @@ def test_a_use_that_no_proof_has_met_is_told():
         fastlr.FastlrWarning, match="the data choose. The values are exact.*the first 24 inputs"
     ):
         fastlr.support_report(rare_branch(), x)
+
+
+def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audit():
+    """Also where the forward pass fails if one of two inputs alone is parted."""
+
+    def mixed(model, x, gain):
+        z = model.lin(x * gain)
+        return z + z.mean(0) if len(z) > 8 else z
+
+    model = Written(mixed, lin=nn.Linear(5, 3))
+    engine = Engine(model)
+    with pytest.raises(fastlr.InteractionError, match="samples interact"):
+        engine.run((torch.randn(32, 5), torch.rand(32, 5)), torch.ones(32, 3))
+    assert engine.comparisons == 1

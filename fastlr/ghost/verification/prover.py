@@ -184,7 +184,7 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
         ledger.notes.append(
             "the model does not take two samples: its gradients were taken from one alone"
         )
-    # Where they are not, only now a graph that can be run backward: one at a time.
+    # Where parameters are not in memory, only now a graph to run backward: one at a time.
     if not trial.view.parameters_in_memory:
         sides = graph.side, graph.keys
         z = trial.run_folded(trial.all, backward=True)
