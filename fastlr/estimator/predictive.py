@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ops.deferred_checks import refuse_where, waiting
+from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.fisher import (
     categorical_root,
     categorical_values,
@@ -66,7 +66,7 @@ def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tens
             "sample"
         )
     index = index.to(device=device, dtype=torch.int64)
-    if size and waiting() and int(index.min()) < 0:
+    if size and may_wait_for_device() and int(index.min()) < 0:
         raise InputError("index holds a negative number: samples are numbered from 0")
     return index
 

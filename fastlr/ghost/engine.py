@@ -27,10 +27,10 @@ from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
 from fastlr.ghost.model_io import ModelView, require_graph
 from fastlr.ghost.norms import (
+    corrected_where_unproven,
     norms_by_loop,
     norms_by_rules,
     norms_of_one,
-    norms_refuting_rules,
 )
 from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
 from fastlr.ghost.process_state import quiet_rng
@@ -387,8 +387,8 @@ class Engine:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
             norms |= norms_by_loop(chunk, one.v, chosen)
-        exact_where_rules_fail = norms_refuting_rules(chunk, one.v, norms)
-        return self._table(norms | exact_where_rules_fail, one)
+        corrected = corrected_where_unproven(chunk, one.v, norms)
+        return self._table(norms | corrected, one)
 
     def _refuted_by(
         self, audit: SampleAudit, chunk: Chunk, plan: Plan, norms: dict[str, Tensor]

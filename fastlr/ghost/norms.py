@@ -89,7 +89,9 @@ def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
     return strides, chunk.key.program, chunk.key.shared_inputs, tuple(chosen)
 
 
-def norms_refuting_rules(chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def corrected_where_unproven(
+    chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the norms by the loop of parameters that the rules now get wrong.
 
     Of a parameter whose gradient was zero in the proof nothing was proven: where it is not zero any

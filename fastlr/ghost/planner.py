@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,7 +181,8 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
     unproven: list[str] = []
     for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
         chunk.known.proofs += 1
-        chunk.known.few_samples.take_step(prover, batch, partial(prover.prove, seed=start), start)
+        prove = partial(prover.prove, seed=start)
+        chunk.known.few_samples.step_on_three_or_four(prover, batch, prove, start)
         chunk.flags.tried_programs.put(chunk.key.program, True)
         unproven = _unproven(chunk)
         if not unproven and _absence_is_proven(chunk):
@@ -334,7 +335,7 @@ def prove_as_it_is(chunk: Chunk, batch: Batch) -> None:
     """
     few = chunk.known.few_samples
     prover = Prover(chunk.view, Ledger())
-    few.take_step(prover, batch.part(few.spread(batch.count)), prover.prove)
+    few.step_on_three_or_four(prover, batch.part(few.spread(batch.count)), prover.prove)
 
 
 def interaction(chunk: Chunk) -> InteractionError:
@@ -356,7 +357,7 @@ def try_program(chunk: Chunk) -> None:
     if tried in chunk.flags.tried_programs:
         return
     prover = Prover(chunk.view, chunk.ledger)
-    chunk.known.few_samples.take_step(prover, batch_of(chunk), prover.compare_outputs)
+    chunk.known.few_samples.step_on_three_or_four(prover, batch_of(chunk), prover.compare_outputs)
     chunk.flags.tried_programs.put(tried, True)
 
 
@@ -380,15 +381,14 @@ def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> S
     options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
     untold = {place: options[place] for place in options if place not in rows.known}
     hidden_by = rows.hidden_by
-    found_in_every_batch = bool(hidden_by and known.plans)
-    if fresh and not found_in_every_batch:
-        # What the graph tells is held to the marks once.
-        confirmed = _confirmed_by_marks(chunk, uses, options, rows)
-        untold = {place: untold[place] for place in confirmed if place in untold}
-        refuted = [place for place in confirmed if place in rows.known and not confirmed[place]]
-        if refuted:
-            untold |= {place: every_layout(graph, place, chunk.count) for place in refuted}
-            chunk.ledger.hooked, hidden_by = True, HOOK
+    are_found_in_every_batch = bool(hidden_by and known.plans)
+    if fresh and not are_found_in_every_batch:
+        marked = _held_to_marks(chunk, uses, options, rows)
+        untold = {place: untold[place] for place in marked.reached if place in untold}
+        if marked.refuted:
+            untold |= {place: every_layout(graph, place, chunk.count) for place in marked.refuted}
+            chunk.ledger.hooked = True
+            hidden_by = HOOK
     found: dict[Place, list[Layout]] = {}
     if untold:
         v = generic_cotangent(chunk.z)
@@ -408,14 +408,25 @@ def _rows_of_the_graph(chunk: Chunk) -> RowsOfGraph:
     return trace(chunk.graph, chunk.z, chunk.view.out_dim)
 
 
-def _confirmed_by_marks(
-    chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
-) -> dict[Place, list[Layout]]:
-    """Return, where gradients arrive, the layouts that the graph tells and that marks confirm."""
-    told: dict[Place, list[Layout]] = dict.fromkeys(options, [])
-    told |= {place: options[place] for place in rows.known if place in options}
+class Marked(NamedTuple):
+    """What a pass of marked cotangents, one mark a sample, says of the places of uses.
+
+    Attributes:
+        reached: places at which a gradient arrives.
+        refuted: those at which the marks are not where the graph tells that the samples are.
+    """
+
+    reached: list[Place]
+    refuted: list[Place]
+
+
+def _held_to_marks(chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph) -> Marked:
+    """Hold what the graph tells of the samples to marked cotangents."""
+    told = {place: options[place] if place in rows.known else [] for place in options}
     z, out_dim = chunk.z, chunk.view.out_dim
-    return explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
+    confirmed = explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
+    reached = list(confirmed)
+    return Marked(reached, [p for p in reached if p in rows.known and not confirmed[p]])
 
 
 def _likeliest(options: Options) -> dict[Place, Layout]:

@@ -36,7 +36,7 @@ def refuse_beyond(largest: Tensor, error: Callable[[], Exception]) -> None:
         refuse_where(~(largest < math.inf), error)
 
 
-def waiting() -> bool:
+def may_wait_for_device() -> bool:
     """Return True if checks may wait for the device."""
     return _gathered is None
 

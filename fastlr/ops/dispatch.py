@@ -30,7 +30,7 @@ from torch import Tensor
 from fastlr.errors import FastlrWarning
 from fastlr.ops import kernel_checks
 from fastlr.ops.block import leaves
-from fastlr.ops.deferred_checks import waiting
+from fastlr.ops.deferred_checks import may_wait_for_device
 
 _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
@@ -196,7 +196,7 @@ def _at_first_call(name: str, args: tuple[Any, ...], call: tuple) -> Any:
         _comparisons.serves.put(call, False)
         return NotImplemented
     compared = _comparisons.known(name, kind, args)
-    if not compared and (not waiting() or _capturing()):
+    if not compared and (not may_wait_for_device() or _capturing()):
         return NotImplemented
     result = _launched(name, args, call)
     serves = result is not NotImplemented
@@ -240,7 +240,7 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
     known = _comparisons.serves.get(call)
     if known is not None:
         return known
-    if not waiting():
+    if not may_wait_for_device():
         return False
     count = max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"])))
     # High words are compared too.

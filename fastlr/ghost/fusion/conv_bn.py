@@ -23,7 +23,7 @@ from fastlr.ghost.rules import Site, Unsupported, rule
 from fastlr.ghost.sample_axis import Regular
 from fastlr.ghost.tokens import version
 from fastlr.ops.block import Block, Gradients, Loaded
-from fastlr.ops.deferred_checks import waiting
+from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (
     conv_and_product,
     keeps_product,
@@ -108,7 +108,7 @@ class FoldedWeights:
             if len(self._passes) >= PASSES:
                 self._passes.clear()
             self._passes[self._first] = self._asked
-            if self._one_by_one and len(self._asked) > 1 and waiting():
+            if self._one_by_one and len(self._asked) > 1 and may_wait_for_device():
                 self._make(self._of_earlier_pass())
             self._asked = []
         self._made.clear()

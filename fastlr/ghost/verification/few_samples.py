@@ -29,7 +29,7 @@ class FewSamples:
     def __init__(self) -> None:
         self.count = SAMPLES
 
-    def take_step(
+    def step_on_three_or_four(
         self, prover: Prover, batch: Batch, step: Callable[[Batch], None], start: int = 0
     ) -> None:
         """Take a step of the proof on a few samples.
