@@ -20,6 +20,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -276,6 +277,43 @@ def texts_that_differ(old: Path, new: Path, name: str) -> Iterator[str]:
     for line in difflib.unified_diff(*lines, lineterm="", n=0):
         if line[:3] not in ("---", "+++") and line[:2] != "@@":
             yield f"{name}: {line}"
+
+
+def texts_that_differ_beyond_rounding(old: Path, new: Path, name: str) -> Iterator[str]:
+    """Compare two texts of which another processor may have made one.
+
+    They are alike but for the last digits of numbers, and all that is no number is the same.
+    """
+    if not new.exists():
+        yield f"{name}: missing"
+        return
+    lines = [path.read_text().splitlines() for path in (old, new)]
+    if len(lines[0]) != len(lines[1]):
+        yield f"{name}: {len(lines[0])} lines, now {len(lines[1])}"
+        return
+    for before, now in zip(*lines, strict=True):
+        if before != now and not _alike_but_for_rounding(before, now):
+            yield f"{name}: {before!r}, now {now!r}"
+
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+ROUNDING = 1e-5  # of a number, that another processor's sums may differ by
+
+
+def _alike_but_for_rounding(before: str, now: str) -> bool:
+    if NUMBER.sub("#", before) != NUMBER.sub("#", now):
+        return False
+    pairs = zip(NUMBER.findall(before), NUMBER.findall(now), strict=True)
+    return all(_is_close(a, b) for a, b in pairs)
+
+
+def _is_close(a: str, b: str) -> bool:
+    """Return True if two numbers as printed differ by rounding: one unit of the last digit."""
+    was, is_now = (float(text.replace(",", "")) for text in (a, b))
+    mantissa, _, exponent = a.lower().partition("e")
+    digits = len(mantissa.partition(".")[2])
+    last_digit = 10.0 ** (int(exponent or 0) - digits)
+    return abs(was - is_now) <= max(1.01 * last_digit, ROUNDING * abs(was))
 
 
 if __name__ == "__main__":
