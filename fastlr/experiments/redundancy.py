@@ -1,4 +1,4 @@
-"""Local redundancy in a run: its estimator, made once, and the record of a measurement."""
+"""Local redundancy in a run: its estimator, and what records of its measurements share."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ THIS_TASK = "local_redundancy_this_task"
 LEARNING_SPEED = "learning_speed"
 REFERENCE = "local_redundancy_next_task"
 REAL = "local_redundancy_real"
-_REDUNDANCIES = by_name(
+FIELDS = by_name(
     Field(SHAPES, "local redundancy", "shapes", inputs="synthetic shapes"),
     Field(
         "local_redundancy_noise",
@@ -28,8 +28,6 @@ _REDUNDANCIES = by_name(
         "next task's real images",
         inputs="training images of the next task",
     ),
-)
-FIELDS = _REDUNDANCIES | by_name(
     Field("weight_norm", "weight norm", unit="l2 norm", metric="weight_norm"),
     Field("distance_from_init", "distance from init", unit="l2 norm", metric="distance_from_init"),
     Field("dormant_ratio", "dormant ratio", unit="share of units", metric="dormant_ratio"),
@@ -56,15 +54,13 @@ FIELDS = _REDUNDANCIES | by_name(
     Field("feature_rank", "feature rank", unit="rank", metric="feature_rank"),
 )
 MEASURES = tuple(FIELDS)  # taken unless a run is told otherwise
-# Taken where a run is told so.
-_REDUNDANCIES[THIS_TASK] = Field(
-    THIS_TASK,
-    "LR on this task",
-    "the task's real images",
-    inputs="training images of the task just learned",
-)
 FIELDS |= by_name(
-    _REDUNDANCIES[THIS_TASK],
+    Field(
+        THIS_TASK,
+        "LR on this task",
+        "the task's real images",
+        inputs="training images of the task just learned",
+    ),
     Field(LEARNING_SPEED, "accuracy after one epoch", unit="share", percent=True),
     Field(
         "gradient_noise_scale",
@@ -83,7 +79,8 @@ OF_CHECKPOINTS = by_name(
     Field("local_redundancy_series", "LR on series", "Gaussian series"),
     Field(REAL, "LR on real inputs", "real inputs"),
 )
-INPUTS = {name: field.short for name, field in (_REDUNDANCIES | OF_CHECKPOINTS).items()}
+_OF_REDUNDANCY = {name: field for name, field in FIELDS.items() if field.inputs} | OF_CHECKPOINTS
+INPUTS = {name: field.short for name, field in _OF_REDUNDANCY.items()}
 # Rows of tables: as in the paper's Table 1, which has the distance before the norm.
 ROWS = list(FIELDS)
 ROWS.insert(ROWS.index("weight_norm"), ROWS.pop(ROWS.index("distance_from_init")))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,19 @@ class CurrentImages(Inputs):
 
 
 class Boundary(NamedTuple):
-    """Where measures are taken: after a task, and before the following one."""
+    """Where measures are taken: after a task, and before the following one.
+
+    Attributes:
+        task: The one just learned.
+        following: The next one.
+        number: Of the task just learned; -1: before the first.
+        images: () -> training images of the task and their labels, made once.
+    """
 
     task: Task
     following: Task | None
     number: int
+    images: Callable[[], tuple[Tensor, Tensor]]
 
 
 class Measurer:
@@ -118,7 +127,8 @@ class Measurer:
             ModelError: A measure is not defined for this model, named.
             NonFiniteError: A measure is not finite and on_nan is "stop" (else its value is None).
         """
-        boundary = Boundary(task, following, number)
+        images = cache(partial(self._training_images, task, number))
+        boundary = Boundary(task, following, number, images)
         records: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         for names in self._passes():
@@ -173,8 +183,9 @@ class Measurer:
         if names[0] in OF_PARAMETERS:
             found = metrics.measures(model, metric_names, init_state=self.initial)
         else:
-            few = _FEW if names == ["curvature_rank"] else self.options.measure_images
-            x, y = self._training_images(boundary.task, boundary.number, few)
+            x, y = boundary.images()
+            if names == ["curvature_rank"]:
+                x, y = x[:_FEW], y[:_FEW]
             with self.trainer.autocast():
                 found = metrics.measures(
                     model,
@@ -195,10 +206,10 @@ class Measurer:
             "definition": "learning speed: accuracy on the task's test images after one epoch",
         }
 
-    def _training_images(self, task: Task, number: int, most: int) -> tuple[Tensor, Tensor]:
+    def _training_images(self, task: Task, number: int) -> tuple[Tensor, Tensor]:
         """Training images of the task drawn without replacement, and their labels."""
         generator = torch.Generator().manual_seed(stream_seed(self.options.seed, "measure", number))
-        rows = torch.randperm(len(task.train_y), generator=generator)[:most]
+        rows = torch.randperm(len(task.train_y), generator=generator)[: self.options.measure_images]
         rows = rows.to(task.train_y.device)
         images = self.trainer.normalised(take(task.train_x, rows))
         return self.trainer.as_input(images), task.train_y[rows]
