@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -38,12 +39,12 @@ class Course:
     read_at: np.ndarray
     measures: Mapping[str, Array] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def loss(self) -> Loss | None:
         """The loss of plasticity, if one is declared."""
         return find_loss(self.accuracy, self.guess)
 
-    @property
+    @cached_property
     def outcome(self) -> str:
         """The group of the run; see `bench.alarm.losses.outcome`."""
         return outcome(self.accuracy, self.guess)
