@@ -31,6 +31,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
 ROOT = Path(__file__).parents[1]
@@ -88,6 +89,11 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
 
     ``options`` go before the case's own.
     """
+    return record_of(case, arch, compiled(case, arch, **options))
+
+
+def compiled(case: tuple, arch: int, **options: int) -> Any:
+    """Compile one case (see above) for ``arch``: what `triton.compile` returns."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,14 +115,18 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
     source = ASTSource(
         kernel, {key: types[key] for key in kernel.arg_names}, constexprs, attributes
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    usage = resource_usage(compiled.asm["cubin"])
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def record_of(case: tuple, arch: int, binary: Any) -> dict[str, object]:
+    """The record of a case from what was compiled of it."""
+    usage = resource_usage(binary.asm["cubin"])
     # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of
     # their own there.
     usage["spills"] = usage["stack"] + usage["local"]
     # Cuobjdump knows nothing of it, but for what is reserved from 9.0 on.
-    usage["shared"] = compiled.metadata.shared
-    return {"case": name, "arch": arch, "warps": compiled.metadata.num_warps, **usage}
+    usage["shared"] = binary.metadata.shared
+    return {"case": case[0], "arch": arch, "warps": binary.metadata.num_warps, **usage}
 
 
 def compile_module(
@@ -278,7 +288,7 @@ def said(*command: str) -> str:
     return subprocess.run(command, cwd=KERNELS, capture_output=True, text=True).stdout.strip()
 
 
-def origin(modules: list[str]) -> str:
+def origin(modules: list[str], program: str = "bench.compile_kernels") -> str:
     """Say in one line what made a table of modules: the command, the versions and the commit."""
     import torch
     import triton
@@ -287,7 +297,7 @@ def origin(modules: list[str]) -> str:
     changed = said("git", "status", "--porcelain", "--", *(f"{module}.py" for module in modules))
     if changed:
         commit += " with later changes"
-    command = " ".join(["python -m bench.compile_kernels", *sys.argv[1:]])
+    command = " ".join([f"python -m {program}", *sys.argv[1:]])
     return (
         f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch "
         f"{torch.__version__}, commit {commit}."

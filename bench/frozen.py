@@ -33,6 +33,7 @@ from torch import Tensor
 import fastlr
 from bench import cases
 from fastlr.display.record import machine
+from fastlr.experiments.runs.integrity import without_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 4
@@ -183,7 +184,7 @@ def make_reports(folder: Path, reported: Path) -> None:
 def keep_texts(folder: Path, suffixes: tuple[str, ...], names: dict[Path, str]) -> None:
     """Remove all files but texts from a folder, and replace this machine's paths by names in them.
 
-    Texts are the files of the given suffixes.
+    Texts are the files of the given suffixes. Runs lose the digests of what is changed in them.
     """
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
         if path.suffix not in suffixes:
@@ -192,7 +193,8 @@ def keep_texts(folder: Path, suffixes: tuple[str, ...], names: dict[Path, str]) 
         text = path.read_text()
         for place, name in names.items():
             text = text.replace(str(place), name)
-        path.write_text(text)
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        path.write_text("\n".join(map(without_digest, lines)))
 
 
 def run(command: list[str]) -> None:
@@ -296,11 +298,13 @@ def texts_that_differ_beyond_rounding(old: Path, new: Path, name: str) -> Iterat
             yield f"{name}: {before!r}, now {now!r}"
 
 
+SIGN_OF_ZERO = re.compile(r"-(?=0(?:\.0+)?(?![\d.]))")  # of what rounds to zero
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 ROUNDING = 1e-5  # of a number, that another processor's sums may differ by
 
 
 def _alike_but_for_rounding(before: str, now: str) -> bool:
+    before, now = (SIGN_OF_ZERO.sub("", text) for text in (before, now))
     if NUMBER.sub("#", before) != NUMBER.sub("#", now):
         return False
     pairs = zip(NUMBER.findall(before), NUMBER.findall(now), strict=True)

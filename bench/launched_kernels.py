@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
 import fastlr
-from bench import compile_kernels, traffic
+from bench import compile_kernels, noting
 from fastlr import ops
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.verification.audit import Audits
@@ -92,11 +92,11 @@ def noted() -> Iterator[dict[str, tuple]]:
     """Note the variants that are launched instead of launching them; new memory is zero."""
     found: dict[str, tuple] = {}
 
-    def note(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> None:
+    def note(kernel: JITFunction, args: tuple, given: dict[str, Any], _: int) -> None:
         case = variant(kernel, args, given)
         found.setdefault(case[0], case)
 
-    with traffic.noted(note):
+    with noting.noted(note):
         yield found
 
 

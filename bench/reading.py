@@ -4,8 +4,11 @@ Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
 Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
 limit: ``make lint`` does. Limits are lowered as the code gets plainer. That of fastlr's tokens was
-raised once, from 259,000: unpacking made more functions than it made concepts leave, and the
-verdict by one rule came.
+raised from 259,000: unpacking made more functions than it made concepts leave; then came the
+verdict by one rule, digests of runs, refusals of tensors without values, and checks for a first GPU
+(16 bits in the interpreter, borders), and models by name; that of tests' from 282,000, for the
+predicted time of a GPU, the calibration of the bound, and models of Hugging Face by name.
+The goals are 247,900 for fastlr and 263,552 for tests.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
@@ -52,15 +55,21 @@ LAYOUT = {
 LIMITS: dict[str, dict[str, float]] = {
     "fastlr": {
         "wide": 0,
-        "packed": 3.0,
+        "packed": 2.7,
         "very_packed": 0.1,
         "branchy": 2,
-        "ambiguous": 0,
-        "tokens": 268_000,
+        "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
+        "tokens": 278_600,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
-    "bench": {"wide": 0, "packed": 5.0, "very_packed": 0.0},
-    "tests": {"wide": 0, "ambiguous": 0, "tokens": 282_000},
+    "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
+    "tests": {
+        "wide": 0,
+        "packed": 8.1,
+        "very_packed": 2.3,
+        "ambiguous": 0,
+        "tokens": 282_800,
+    },
 }
 
 

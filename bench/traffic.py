@@ -1,34 +1,43 @@
 """Launches, memory traffic and predicted time of one planned chunk on a GPU, counted without one.
 
-``python -m bench.traffic mobilenet_v3_large --batch 8`` plans the network on the CPU, then makes
-one more chunk with every op on its Triton kernel, where launches are noted instead of made. Counted
-are Triton's launches and every operation of ATen that would be one (not views, not allocations); of
-each launch the bytes of all tensors that it touches, each taken once. The prediction is ``bytes /
-(fraction * bandwidth) + launches * gap``; it knows neither caches nor latency.
+``python -m bench.traffic mobilenet_v3_large`` plans the network on the CPU with a few images, then
+makes a chunk of a thousand with every op on its Triton kernel, where launches are noted instead of
+made. Counted are Triton's launches and every operation of ATen that would be one (not views, not
+allocations); of each launch the bytes of all tensors that it touches, each taken once. So are two
+launches that cuDNN makes beside a convolution's: the addition of its bias, and the padding of its
+input channels to a multiple of eight where they are adjacent and of 16 bits.
+
+Then every launched variant is compiled and its instructions are counted (`predicted.py`); with
+``--bytes-only`` the prediction is ``bytes / (fraction * bandwidth) + launches * gap``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastlr
+from bench import noting, predicted
 from bench.cases import calibrate, image_network
+from bench.gpu_model import GAP, GPUS, Gpu, dram_seconds
+from bench.launched_kernels import variant
 from fastlr import ops
+from fastlr.ops import folded
 from fastlr.ops.deferred_checks import gathered
 
-BANDWIDTHS = {"a100": 2.0, "h100": 3.35, "h200": 4.8, "b200": 8.0}  # TB/s, the vendor's figures
 FREE = {
     "empty",
     "empty_like",
@@ -40,24 +49,83 @@ FREE = {
     "set_",
     "as_strided_",
 }
+# Of autocast.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-@dataclass
+class Launch(NamedTuple):
+    """One launch.
+
+    Attributes:
+        name: of the kernel or the operation.
+        touched: bytes, each tensor once.
+        case: of `compile_kernels`, of a kernel.
+        arguments: of a kernel by name, ``programs``, and ``bytes`` of its tensors by name.
+    """
+
+    name: str
+    touched: int
+    case: tuple | None = None
+    arguments: dict[str, Any] = {}
+
+
+@dataclasses.dataclass
 class Traffic:
     """What a chunk launches.
 
     Attributes:
-        launches: By kernel or operation.
-        bytes: Touched, by the same.
+        made: every launch, in order.
     """
 
-    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    made: list[Launch] = dataclasses.field(default_factory=list)
+
+    @property
+    def launches(self) -> dict[str, int]:
+        """How many, by kernel or operation."""
+        found: dict[str, int] = defaultdict(int)
+        for launch in self.made:
+            found[launch.name] += 1
+        return found
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Touched, by the same."""
+        found: dict[str, int] = defaultdict(int)
+        for launch in self.made:
+            found[launch.name] += launch.touched
+        return found
 
     def add(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Note one launch and the tensors that it touches."""
-        self.launches[name] += 1
-        self.bytes[name] += sum({_place(t): _bytes(t) for t in tensors}.values())
+        """Note one operation and the tensors that it touches."""
+        self.made.append(Launch(name, _touched(tensors)))
+
+    def add_kernel(self, kernel: Any, args: tuple, given: dict[str, Any], programs: int) -> None:
+        """Note the launch of a kernel."""
+        case = variant(kernel, args, given)
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: given[name] for name in given if name in kernel.arg_names}
+        tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
+        numbers = {name: value for name, value in values.items() if name not in tensors}
+        arguments = numbers | {
+            "programs": programs,
+            "bytes": {name: _bytes(t) for name, t in tensors.items()},
+        }
+        self.made.append(Launch(kernel.__name__, _touched(tensors.values()), case, arguments))
+
+    def add_beside_convolution(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Note what cuDNN launches beside a convolution: padding of its input, its bias."""
+        channels = x.shape[1]
+        if x.element_size() == 2 and x.stride(1) == 1 and channels % 8:
+            padded = _bytes(x) * (-channels % 8 + channels) // channels
+            # Written, and read by the convolution in place of the input.
+            self.made.append(Launch("padding of channels", 2 * padded))
+        if bias is not None:
+            self.made.append(Launch("add_ of a bias", 2 * _bytes(out) + _bytes(bias)))
+
+
+def _touched(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each place in memory once."""
+    return sum({_place(t): _bytes(t) for t in tensors}.values())
 
 
 def _place(t: Tensor) -> tuple:
@@ -80,70 +148,41 @@ class _Operations(TorchDispatchMode):
         self.traffic = traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
         result = func(*args, **(kwargs or {}))
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        name, known = func.overloadpacket.__name__, {t.untyped_storage()._cdata for t in given}
+        known = {t.untyped_storage()._cdata for t in given}
         written = any(
             a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
         )
         view = bool(made) and not written and all(t.untyped_storage()._cdata in known for t in made)
         if not view and name not in FREE and any(t.numel() for t in made):
             self.traffic.add(name, [*given, *made])
+        if name == "convolution":
+            self.traffic.add_beside_convolution(args[0], args[2], result)
         return result
 
 
-def _zeroed(t: Tensor) -> Tensor:
-    """Fill with zeros, which no GPU would: not counted."""
-    with _disable_current_modes():
-        return t.zero_()
-
-
-@contextmanager
-def noted(note: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``note(kernel, arguments, options)`` in place of launching a Triton kernel.
-
-    New memory is zero.
-    """
-    from triton.runtime.jit import JITFunction
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
-        note(self, args, given)
-
-    before = JITFunction.run, torch.empty, torch.empty_like
-    empty, empty_like = before[1:]
-    # Over the one that it inherits.
-    Tensor.new_empty = Tensor.new_zeros  # type: ignore[method-assign]
-    JITFunction.run = run  # type: ignore[method-assign]
-
-    def zeros_for_empty(*size: Any, **options: Any) -> Tensor:
-        return _zeroed(empty(*size, **options))
-
-    def zeros_for_empty_like(t: Tensor, **options: Any) -> Tensor:
-        return _zeroed(empty_like(t, **options))
-
-    torch.empty = zeros_for_empty  # type: ignore[assignment]
-    torch.empty_like = zeros_for_empty_like  # type: ignore[assignment]
-    try:
-        with ops.using("triton"):
-            yield
-    finally:
-        JITFunction.run, torch.empty, torch.empty_like = before  # type: ignore[method-assign]
-        del Tensor.new_empty
-
-
 def chunk_traffic(
-    model: torch.nn.Module, inputs: Any, batch: int, dtype: torch.dtype | None, **options: Any
+    model: torch.nn.Module,
+    inputs: Any,
+    batch: int,
+    dtype: torch.dtype | None,
+    count: int | None = None,
+    **options: Any,
 ) -> Traffic:
     """Count one planned chunk of an estimate.
 
     Args:
         model: On the CPU.
         inputs: With a kernel that makes them (``from_device``), or any.
-        batch: Inputs of the chunk.
+        batch: Inputs of the chunk that is planned.
         dtype: Of autocast.
+        count: Inputs of the chunk that is counted, if others.
         options: Others of `fastlr.LocalRedundancy`.
     """
+    count = count or batch
     estimator = fastlr.LocalRedundancy(
         model, inputs, batch, batch_size=batch, dtype=dtype, progress=False, **options
     )
@@ -156,82 +195,113 @@ def chunk_traffic(
             "this model has no plan that needs no look at the batch: it is not captured on a GPU "
             "either"
         )
+    # Where samples are in a batch does not hang on how many there are.
+    shapes = (count, *plan.key.shapes[1:])
+    larger = dataclasses.replace(plan, key=plan.key._replace(shapes=shapes))
     first = torch.zeros(1, dtype=torch.int64)
     made = getattr(inputs, "_options", None)
     how = made(0, inputs.table(), passes.dtype_on_device) if made else {}
-    x = None if made else passes.inputs(0, batch)
 
-    def note(kernel: Any, args: tuple, given: dict[str, Any]) -> None:
-        traffic.add(kernel.__name__, [t for t in (*args, *given.values()) if isinstance(t, Tensor)])
-
-    for _ in range(2):  # tables are made by the first, as before a capture
-        traffic = Traffic()
-        with noted(note), _Operations(traffic), gathered(), passes.autocast():
+    def go_through(plan: Any, traffic: Traffic) -> None:
+        with (
+            noting.noted(traffic.add_kernel),
+            _Operations(traffic),
+            gathered(),
+            passes.autocast(),
+            # A GPU takes the whole batch where a CPU takes slices of it.
+            mock.patch.object(folded, "SLICE_BYTES", math.inf),
+        ):
+            index = first + torch.arange(plan.count)
             if made:
-                x = ops.get("shape_images_from", "triton")(first, batch, **how)
-            passes.engine.run_planned(plan, x, passes.cotangent(first + torch.arange(batch), x))
+                x = ops.get("shape_images_from", "triton")(first, plan.count, **how)
+            else:
+                x = passes.inputs(0, plan.count)
+            passes.engine.run_planned(plan, x, passes.cotangent(index, x))
+
+    go_through(plan, Traffic())  # tables are made by the first, as before a capture
+    traffic = Traffic()
+    go_through(larger, traffic)
     return traffic
 
 
-def main() -> None:
-    """Print the table of a network."""
+def of_network(
+    name: str, size: int = 224, dtype: str = "bf16", count: int = 1000, batch: int = 2
+) -> Traffic:
+    """Count a chunk of images of a torchvision or timm network, planned with ``batch`` images."""
+    torch.manual_seed(0)
+    images = fastlr.ShapeImages((3, size, size), channels_last=True)
+    model: Any = image_network(name, size)
+    model = model.to(memory_format=torch.channels_last)
+    calibrate(model, images.batch(0, batch, seed=1))
+    return chunk_traffic(model, images, batch, DTYPES[dtype], count)
+
+
+def _arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("network", help="a torchvision or timm name")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="images of the chunk that is planned")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--gpu", choices=BANDWIDTHS, default="h200")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--gpu", choices=GPUS, nargs="+", default=["h100"])
     parser.add_argument("--bandwidth", type=float, help="TB/s; else the vendor's figure for --gpu")
-    parser.add_argument(
-        "--fraction", type=float, default=0.85, help="of the bandwidth that kernels reach"
-    )
-    parser.add_argument(
-        "--gap",
-        type=float,
-        default=1.5,
-        help="microseconds that a launch in a graph costs beside its bytes",
-    )
     parser.add_argument(
         "--images", type=int, default=5000, help="of the estimate whose time is predicted"
     )
     parser.add_argument("--chunk", type=int, default=1000, help="images a chunk there")
-    given = parser.parse_args()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[given.dtype]
-    torch.manual_seed(0)
-    images = fastlr.ShapeImages((3, given.size, given.size), channels_last=True)
-    model: Any = image_network(given.network, given.size)
-    model = model.to(memory_format=torch.channels_last)
-    calibrate(model, images.batch(0, 8, seed=1))
-    traffic = chunk_traffic(model, images, given.batch, dtype)
+    parser.add_argument("--bytes-only", action="store_true", help="compile nothing")
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="write NETWORK-GPU.json and .md there, too"
+    )
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Print the table of a network."""
+    given = _arguments()
+    traffic = of_network(given.network, given.size, given.dtype, given.chunk, given.batch)
+    console = Console(highlight=False)
+    console.print(_table(traffic, given.chunk))
+    for name in given.gpu:
+        gpu = GPUS[name]
+        if given.bandwidth:
+            gpu = gpu._replace(bandwidth=1e12 * given.bandwidth)
+        if given.bytes_only:
+            console.print(_by_bytes(traffic, gpu, name, given))
+        else:
+            rows = predicted.predicted(traffic.made, gpu)
+            found = predicted.summary(rows, given.images, given.chunk, name)
+            console.print(predicted.table(found))
+            if given.record:
+                predicted.write(given.record / f"{given.network}-{name}", found, rows)
+
+
+def _by_bytes(traffic: Traffic, gpu: Gpu, name: str, given: argparse.Namespace) -> str:
+    """Say what time is predicted from bytes and launches alone."""
+    chunks = given.images / given.chunk
+    touched = sum(launch.touched for launch in traffic.made)
+    seconds = chunks * (dram_seconds(touched, gpu) + len(traffic.made) * GAP)
+    return (
+        f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of "
+        f"{given.chunk} on one {name.upper()}, by bytes alone"
+    )
+
+
+def _table(traffic: Traffic, count: int) -> Table:
+    """Launches and bytes an image by kernel and operation, those of most bytes first."""
     table = Table(box=None, header_style="bold")
     for column in ("kernel or operation", "launches", "MB an image", "share"):
         table.add_column(column, justify="left" if column.startswith("kernel") else "right")
-    total = sum(traffic.bytes.values())
-    for name in sorted(traffic.bytes, key=lambda name: -traffic.bytes[name]):
-        touched = traffic.bytes[name]
-        table.add_row(
-            name,
-            f"{traffic.launches[name]}",
-            f"{touched / given.batch / 1e6:.2f}",
-            f"{touched / total:.1%}",
-        )
-    launches = sum(traffic.launches.values())
-    table.add_row("all", f"{launches}", f"{total / given.batch / 1e6:.2f}", "", style="bold")
-    console = Console(highlight=False)
-    console.print(table)
-    bandwidth = 1e12 * (given.bandwidth or BANDWIDTHS[given.gpu]) * given.fraction
-    seconds = (
-        total / given.batch * given.images / bandwidth
-        + launches * -(-given.images // given.chunk) * given.gap * 1e-6
-    )
-    console.print(
-        f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of "
-        f"{given.chunk} on one {given.gpu.upper()} ({bandwidth / 1e12:.2f} TB/s reached, "
-        f"{given.gap} us a launch)"
-    )
+    touched, launches = traffic.bytes, traffic.launches
+    total = sum(touched.values())
+    for name in sorted(touched, key=lambda name: -touched[name]):
+        of_image = f"{touched[name] / count / 1e6:.2f}"
+        table.add_row(name, f"{launches[name]}", of_image, f"{touched[name] / total:.1%}")
+    everything = f"{len(traffic.made)}", f"{total / count / 1e6:.2f}"
+    table.add_row("all", *everything, "", style="bold")
+    return table
 
 
 if __name__ == "__main__":

@@ -28,12 +28,10 @@ from bench.cases import calibrate, image_network
 from fastlr import ops
 from fastlr.ops import dispatch, tuning
 
-# Of a shape, the rule's among them; the part of the time that a change must save.
-CONFIGURATIONS, GAIN = (
-    8,
-    0.05,
-)
+CONFIGURATIONS = 8  # of a shape, the rule's among them
+GAIN = 0.05  # the part of the time that a change must save
 MOST_CALLS = 3  # of one shape that are timed
+BATCH_TO_COMPILE = 8  # of each of the processes that share one GPU; block sizes do not hang on it
 ALLOWED = {
     "num_warps": (1, 8),
     "num_stages": (1, 4),
@@ -158,6 +156,21 @@ def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float |
     return clock
 
 
+def compile_ahead(networks: list[str]) -> None:
+    """Compile all that will be timed, side by side, and name the processes that failed.
+
+    What they leave uncompiled is compiled as it is timed.
+    """
+    count = min(8, max(1, (os.cpu_count() or 2) // 2))
+    command = [sys.executable, "-m", "bench.tune", *networks, f"--batch={BATCH_TO_COMPILE}"]
+    parts = [f"{i}/{count}" for i in range(count)]
+    started = [subprocess.Popen([*command, "--part", part]) for part in parts]
+    for part, process in zip(parts, started, strict=True):
+        code = process.wait()
+        if code:
+            print(f"compiling part {part} ahead failed with exit code {code}", file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Tune, and write the table."""
     parser = argparse.ArgumentParser(
@@ -174,17 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     if given.part is None:
-        count = min(8, max(1, (os.cpu_count() or 2) // 2))
-        command = [
-            sys.executable,
-            "-m",
-            "bench.tune",
-            *given.networks,
-            f"--batch={given.batch}",
-            "--part",
-        ]
-        for process in [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]:
-            process.wait()
+        compile_ahead(given.networks)
     asked, calls = recorded(given.networks, given.batch)
     if given.part is not None:
         first, step = map(int, given.part.split("/"))

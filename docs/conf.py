@@ -33,7 +33,9 @@ add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_mock_imports = [
-    name for name in ("lightning", "avalanche") if importlib.util.find_spec(name) is None
+    name
+    for name in ("lightning", "avalanche", "stable_baselines3", "gymnasium")
+    if importlib.util.find_spec(name) is None
 ]
 napoleon_google_docstring, napoleon_numpy_docstring, napoleon_use_ivar = True, False, True
 html_theme = "furo"

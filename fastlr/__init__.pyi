@@ -13,7 +13,7 @@ from .errors import (
 )
 from .estimator.estimator import LocalRedundancy, estimate
 from .estimator.loss import redundancy_loss
-from .estimator.predictive import Bernoulli, Categorical, Gaussian
+from .estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from .estimator.result import Estimate, paired_difference
 from .estimator.statistics import memorization_gain, regression_memorization_bound
 from .ghost import per_sample_grad_sq_norms, support_report
@@ -26,6 +26,7 @@ __version__: str
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "DiagonalGaussian",
     "DistributedError",
     "Estimate",
     "FastlrError",

@@ -23,6 +23,7 @@ from typing import Any
 from fastlr.errors import FastlrError, FastlrWarning, InputError
 
 LOCK = "run.lock"
+MOST_UNPACKED = 100  # times its size, of a zip file: torch.save packs nothing
 
 
 def now() -> str:
@@ -62,14 +63,34 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the name under which a file is to be written, which takes its place at the end.
+
+    Where the writing fails, as on a full disk, what was there before stays, and nothing partial. A
+    link stays one; what is no regular file, such as ``/dev/stdout``, is written directly.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_file():
+        yield Path(path)
+        return
+    partial = place.with_name(f"{place.stem}.part{place.suffix}")
+    try:
+        yield partial
+        os.replace(partial, place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8.
+    """Write a text file in UTF-8, whole or not at all.
 
     Raises:
         InputError: It cannot be written.
     """
-    with write_errors(path):
-        Path(path).write_text(text, encoding="utf-8")
+    with write_errors(path), written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def write_all(file: int, data: Any) -> None:
@@ -138,8 +159,8 @@ def read_tensors(path: Path) -> Any:
     format, safetensors) nobody can tell, and for torch's files a warning says so.
 
     Raises:
-        InputError: A checksum fails. Anything else is as torch, pickle, zip and safetensors raise
-            it.
+        InputError: A checksum fails, or a zip file would unpack to more than `MOST_UNPACKED` times
+            its size. Anything else is as torch, pickle, zip and safetensors raise it.
     """
     import torch
 
@@ -150,6 +171,12 @@ def read_tensors(path: Path) -> Any:
     verified = False
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
+            unpacked = sum(entry.file_size for entry in file.infolist())
+            if unpacked > MOST_UNPACKED * path.stat().st_size:
+                raise InputError(
+                    f"{path} would unpack to {unpacked:,} bytes, over {MOST_UNPACKED} times its "
+                    "size: where you trust it, unpack it and store it again with zip -0"
+                )
             names = file.namelist()
             failing = [name for name in names if not _is_whole(file, name)]
         if failing and len(failing) < len(names):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import fixture
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 END = time.monotonic() + float(os.environ.get("FASTLR_TEST_SECONDS") or "inf")
@@ -57,7 +58,7 @@ def pytest_runtest_setup(item):
         pytest.skip(f"not reached in FASTLR_TEST_SECONDS: {item.nodeid}")
 
 
-@pytest.fixture(scope="session")
+@fixture(scope="session")
 def fastlr_data():
     """Return the folder that FASTLR_DATA names; skip the test where it is not set."""
     folder = os.environ.get("FASTLR_DATA")
@@ -66,7 +67,7 @@ def fastlr_data():
     return Path(folder)
 
 
-@pytest.fixture(scope="session")
+@fixture(scope="session")
 def images(tmp_path_factory):
     """The folder of a store of three classes, 11 training and 5 test images each."""
     from fastlr.experiments.data import synthetic_store
@@ -76,7 +77,7 @@ def images(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
+@fixture
 def double():
     """Tensors are float64, and drawn alike in every test."""
     torch.manual_seed(0)
@@ -85,7 +86,7 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture
+@fixture
 def cli(capsys):
     """Return a function that runs a command line and returns what it printed: ``out``, ``err``.
 

@@ -78,13 +78,13 @@ def test_wrong_citations_are_found(text, errors):
 GONE = re.compile(r"git does\s+not know|joined\s+into")  # said where a commit is cited that is gone
 
 
-def commits(path: Path) -> set[str]:
+def commits(path):
     """The commits that a page cites by seven digits or more, at least one of them a letter."""
     found = re.findall(r"(?<![\w.-])[0-9a-f]{7,12}(?![\w.-])", path.read_text())
     return {name for name in found if re.search("[a-f]", name) and re.search(r"\d", name)}
 
 
-def known(name: str) -> bool:
+def known(name):
     done = subprocess.run(
         ["git", "cat-file", "-e", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True
     )

@@ -10,29 +10,29 @@ import sys
 import zlib
 from pathlib import Path
 
-import pytest
-import torch
 import typer
 from page import fenced
+from pytest import importorskip, mark, param
 
 import fastlr
 from fastlr.cli.main import app, main
 from fastlr.errors import MissingExtraError
 from fastlr.ghost.rules import DESCRIPTIONS
-from fastlr.ops.reference.fisher import categorical_fisher, householder_root
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
+
+NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
 
 
 def blocks(page):
     return fenced(DOCS / f"{page}.md")
 
 
-@pytest.mark.filterwarnings("ignore")
+@mark.filterwarnings("ignore")
 def test_builds_without_a_warning_and_is_complete(tmp_path):
-    build = pytest.importorskip("sphinx.cmd.build")
+    build = importorskip("sphinx.cmd.build")
     assert (
         build.build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]) == 0
     )
@@ -48,6 +48,7 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     assert {
         "fastlr.integrations.Monitor",
         "fastlr.integrations.lightning.LocalRedundancyMonitor",
+        "fastlr.integrations.stable_baselines3.LocalRedundancyCallback",
     } <= names
     operations = re.sub(r"<[^>]*>", "", (tmp_path / "operations.html").read_text())
     for kind, about in DESCRIPTIONS.items():
@@ -59,12 +60,15 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
         assert f'id="fastlr-{command.replace(" ", "-")}"' in page
 
 
-@pytest.mark.parametrize("page", GUIDES)
-@pytest.mark.filterwarnings("ignore")
+@mark.parametrize(
+    "page", [param(page, marks=mark.long) if "gallery" in page else page for page in GUIDES]
+)
+@mark.filterwarnings("ignore")
 def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     """Python blocks one after another, and fastlr's commands of ``bash`` blocks between them."""
-    if page.endswith("language-models"):
-        pytest.importorskip("transformers")
+    for guide, library in NEEDS.items():
+        if page.endswith(guide):
+            importorskip(library)
     monkeypatch.chdir(tmp_path)
     names = {}
     ran = 0
@@ -90,7 +94,7 @@ def shown_commands():
             yield from (line for line in lines if re.match("fastlr |torchrun .*-m fastlr ", line))
 
 
-@pytest.mark.parametrize("line", list(shown_commands()))
+@mark.parametrize("line", list(shown_commands()))
 def test_commands_that_are_not_run_exist_with_their_options(line):
     line = re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1])
     words = shlex.split(line, comments=True)
@@ -131,7 +135,7 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
 
 def test_contributions_run_as_shown(tmp_path):
     """CONTRIBUTING.md's rule, op, metric, intervention and experiment run in their own process."""
-    pytest.importorskip("triton")
+    importorskip("triton")
     helpers = ROOT / "tests" / "helpers"
     path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
     command = [
@@ -160,10 +164,7 @@ def test_what_the_architecture_names_is_there():
     folders = re.findall(r"^  (?:  )?(\w+)/", tree, re.MULTILINE)
     assert {
         path.name for path in (ROOT / "fastlr").iterdir() if (path / "__init__.py").exists()
-    } - {
-        "speed",
-        "kernels",
-    } <= {*folders}
+    } - {"speed", "kernels"} <= {*folders}
     for page in (text, (ROOT / "CONTRIBUTING.md").read_text()):
         for name in re.findall(r"`((?:fastlr|kernels|tests|csrc|docs)/[\w/.]+)`", page):
             assert (ROOT / name).exists(), name
@@ -189,25 +190,3 @@ def test_names_that_are_used_exist():
             pkgutil.resolve_name(name)
         except MissingExtraError as error:  # of a framework
             assert name.split(".")[2] in str(error)
-
-
-def test_variances_of_the_mathematics_page():
-    """The table of the probes' variances, by enumeration of the draws."""
-    generator = torch.Generator().manual_seed(0)
-    for classes in (2, 3, 4):
-        z = torch.randn(classes, generator=generator, dtype=torch.float64)
-        jacobian = torch.randn(classes, 7, generator=generator, dtype=torch.float64)
-        p, root = z.softmax(0), householder_root(z.softmax(0))
-        a = root.T @ jacobian @ jacobian.T @ root
-        mean = float(torch.trace(jacobian.T @ categorical_fisher(z) @ jacobian))
-        signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * classes)
-        drawn = (signs @ root.T @ jacobian).square().sum(1)
-        assert float(drawn.mean()) == pytest.approx(mean) == pytest.approx(float(torch.trace(a)))
-        left = float(a.square().sum() - a.diagonal().square().sum())
-        assert float(drawn.var(unbiased=False)) == pytest.approx(2 * left, abs=1e-12)
-        labels = (jacobian.T @ (torch.eye(classes, dtype=torch.float64) - p).T).square().sum(0)
-        sampled = float((p * labels.square()).sum()) - mean**2
-        assert float((p * labels).sum()) == pytest.approx(mean)
-        if classes == 2:
-            assert left == pytest.approx(0, abs=1e-12)
-            assert sampled / mean**2 == pytest.approx(1 / float(p[0] * p[1]) - 4)

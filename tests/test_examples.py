@@ -5,8 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
-import pytest
 from command_line import as_torchrun
+from pytest import importorskip, mark, param
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
@@ -14,6 +14,9 @@ SAYS = {
     "lightning_trainer": r"after 24 steps: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "huggingface_trainer": r"step 16: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "avalanche_strategy": r"after 3 tasks \(step 72\): [\d.]+ \+- [\d.]+, weight norm [\d.]+",
+    "finetuned_on_tasks": r"task 16: accuracy [\d.]+, local redundancy .*\nthe alarm rang after",
+    "actor_critic_loop": r"critic/local_redundancy: [\d.e+]+ at the start, [\d.e+]+ at the end",
+    "permuted_cartpole": r"L2, critic/dormant_ratio: first quarter [\d.e-]+ \+- \S+, last quarter",
     "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*"
     r"step40.*step120|step120.*step40",
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
@@ -21,11 +24,16 @@ SAYS = {
     r"\+- \S+\nLocal redundancy .* at 99 %",
 }
 NEEDS = {
+    "finetuned_on_tasks": "transformers",
     "lightning_trainer": "lightning",
     "huggingface_trainer": "accelerate",
     "avalanche_strategy": "avalanche",
+    "actor_critic_loop": "gymnasium",
+    "permuted_cartpole": "stable_baselines3",
 }
+ARGUMENTS = {"permuted_cartpole": ["1", "2", "512"]}
 BY_TORCHRUN = {"sharded_language_model"}
+SLOW = {"finetuned_on_tasks"}
 
 
 def test_all_are_here_and_short():
@@ -36,15 +44,18 @@ def test_all_are_here_and_short():
     }
 
 
-@pytest.mark.parametrize("name", [name for name in SAYS if name not in BY_TORCHRUN])
-@pytest.mark.filterwarnings("ignore")
+@mark.parametrize(
+    "name",
+    [param(name, marks=[mark.long] * (name in SLOW)) for name in SAYS if name not in BY_TORCHRUN],
+)
+@mark.filterwarnings("ignore")
 def test_example(name, tmp_path, monkeypatch, capfd):
-    pytest.importorskip(NEEDS.get(name, "torch"))
+    importorskip(NEEDS.get(name, "torch"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
     try:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     except SystemExit as end:
@@ -53,8 +64,8 @@ def test_example(name, tmp_path, monkeypatch, capfd):
     assert re.search(SAYS[name], said), said
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", BY_TORCHRUN)
+@mark.long
+@mark.parametrize("name", BY_TORCHRUN)
 def test_example_by_torchrun(name, tmp_path):
     (code, said, _), (other_code, nothing, _) = as_torchrun(
         2, tmp_path, [str(EXAMPLES / f"{name}.py")]

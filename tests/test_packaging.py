@@ -87,8 +87,9 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
     assert metadata["Name"] == "fastlr"
     assert metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
-    assert {"models", "logging", "lightning", "huggingface", "avalanche", "docs", "dev"} <= extras
-    assert "fastlr = fastlr.cli.main:main" in scripts
+    wanted = {"models", "logging", "lightning", "huggingface", "avalanche", "rl", "docs", "dev"}
+    assert wanted <= extras
+    assert "fastlr = fastlr.__main__:run" in scripts
 
 
 def test_installs_into_an_empty_environment(built, tmp_path):

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.alarm.losses import Array
-from bench.alarm.rings import Judged, Rules, holds, judge, rings
-from bench.alarm.signals import Course, signal
+from bench.alarm.rings import Judged, judge
+from bench.alarm.signals import PROBE, Course, signal
+from fastlr.display.alarm import Rules, holds, rings
 
 LEAD = 5  # tasks ahead of the onset that a ring must be to count as a warning
 MOST_FALSE = 1.0  # false alarms in 100 tasks that a chosen rule may have
+SAYS_SO = Rules(np.ones(1), np.full(1, 0.5))  # the rule of a signal that is 0 or 1
 QUANTILES = 60  # thresholds that are tried in each direction
 
 
@@ -58,6 +60,11 @@ class Candidates:
             return (self.table("lead") >= lead).astype(float)
 
 
+def readings_of(name: str) -> int:
+    """Return how many readings in a row make an alarm ring; the probe says so by itself."""
+    return 1 if name in PROBE else 2
+
+
 def thresholds(signals: Sequence[Array]) -> Rules:
     """Return rules in both directions at the quantiles of all readings of some runs."""
     values = np.concatenate([np.empty(0), *signals])
@@ -84,26 +91,28 @@ def candidates(
     rule_names: list[str] = []
     for name in names:
         others = [signal(c, name) for c in courses if c.problem != judged_on]
-        groups.append(thresholds(others))
+        groups.append(SAYS_SO if name in PROBE else thresholds(others))
         rule_names += [name] * len(groups[-1].signs)
     counted: list[Course] = []
     judged: list[Judged] = []
     for course in courses:
         rung = [
-            rings(holds(signal(course, name), group), course.read_at)
+            rings(holds(signal(course, name), group, readings_of(name)), course.read_at)
             for name, group in zip(names, groups, strict=True)
         ]
         one = judge(course, np.concatenate(rung))
         if one is not None:
             counted.append(course)
             judged.append(one)
+    numbers = np.array([problems.index(course.problem) for course in counted])
+    seeds = np.array([course.seed for course in counted])
     signs = np.concatenate([group.signs for group in groups])
     levels = np.concatenate([group.thresholds for group in groups])
     return Candidates(
         tuple(rule_names),
         Rules(signs, levels),
-        np.array([problems.index(c.problem) for c in counted]),
-        np.array([c.seed for c in counted]),
+        numbers,
+        seeds,
         judged,
     )
 
@@ -139,10 +148,12 @@ def rates(made: Candidates, problem: int, weights: Array, lead: float = LEAD) ->
     return Rates(found, false)
 
 
-def chosen(made: Candidates, judged_on: int, count: int, weights: Array) -> np.ndarray:
+def chosen(
+    made: Candidates, judged_on: int, count: int, weights: Array, most_false: float = MOST_FALSE
+) -> np.ndarray:
     """Return the rule that the other problems choose, in each resample [resamples].
 
-    Of those with at most `MOST_FALSE` false alarms in 100 tasks, the one that finds most losses
+    Of those with few enough false alarms there, the one that finds most losses
     with a lead of `LEAD`, of these the one with the fewest false alarms, and of those that are
     alike in both the middle one: thresholds at the edge of what serves are the first to fail.
 
@@ -151,11 +162,12 @@ def chosen(made: Candidates, judged_on: int, count: int, weights: Array) -> np.n
         judged_on: number of the problem that is left out.
         count: number of problems.
         weights: how often each run occurs in each resample [resamples, runs].
+        most_false: false alarms in 100 tasks that a rule may have on the others.
     """
     others = [rates(made, p, weights) for p in range(count) if p != judged_on]
     found = mean_known([one.found for one in others])
     false = mean_known([one.false for one in others])
-    allowed = false <= MOST_FALSE
+    allowed = false <= most_false
     # One number to sort by: found first, then few false alarms; a rule not allowed comes last.
     worth = np.where(allowed, np.nan_to_num(found) - 1e-6 * np.nan_to_num(false), -np.inf)
     alike = worth == worth.max(1, keepdims=True)
@@ -219,21 +231,25 @@ class Difference:
 def compare(
     found: Mapping[str, Array],
     baseline: Mapping[str, Array],
+    losing: Sequence[str],
 ) -> Difference:
     """Compare a measure with the baseline, by the shares that each finds.
 
     Args:
         found: by problem, the share found in the sample (first) and in each resample [1 + R].
         baseline: likewise; the same resamples.
+        losing: the problems that count.
     """
-    differences = {name: found[name] - baseline[name] for name in found}
+    differences = {name: found[name] - baseline[name] for name in losing}
     mean = np.mean(list(differences.values()), axis=0)
     low, high = percentile_interval(mean[1:])
     below = (1 + np.sum(mean[1:] <= 0)) / len(mean)
     above = (1 + np.sum(mean[1:] >= 0)) / len(mean)
+    by_problem = {name: float(values[0]) for name, values in differences.items()}
+    intervals = {name: percentile_interval(values[1:]) for name, values in differences.items()}
     return Difference(
-        {name: float(values[0]) for name, values in differences.items()},
-        {name: percentile_interval(values[1:]) for name, values in differences.items()},
+        by_problem,
+        intervals,
         float(mean[0]),
         low,
         high,

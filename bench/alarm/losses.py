@@ -125,7 +125,9 @@ def outcome(accuracy: Array, guess: float) -> str:
 
 
 def share_declared(runs: Sequence[Array], guess: float) -> float:
-    """Return the share of runs in which a loss is declared."""
+    """Return the share of runs in which a loss is declared; NaN of no runs."""
+    if not runs:
+        return math.nan
     declared = [find_loss(accuracy, guess) is not None for accuracy in runs]
     return sum(declared) / len(declared)
 

@@ -1,36 +1,22 @@
-"""When an alarm rings, and what its rings are worth, for many rules at once.
-
-A rule is a direction and a threshold. It holds at a reading where that reading and the one before
-are beyond the threshold; it rings when it begins to hold, and again every ten tasks while it goes
-on. Nothing rings before task 16, and a run that lost plasticity ends ten tasks after its onset.
+"""What the rings of an alarm are worth, for many rules at once; `fastlr.display.alarm` rings.
 
 A ring in the forty tasks before the onset, or in the ten after it, finds the loss; its *lead* is
 the number of tasks from the first such ring to the onset. Earlier rings are false, in runs that
-lose something, too; in runs that lost nothing all are.
+lose something, too; in runs that lost nothing all are. A run that lost plasticity ends ten tasks
+after its onset.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from bench.alarm.losses import LOST, NOT_LOST, Array
 from bench.alarm.signals import Course
+from fastlr.display.alarm import FIRST, Flags
 
-FIRST = 16  # task before which nothing rings
-AGAIN = 10  # tasks after which a rule that goes on to hold rings again
 BEFORE, AFTER = 40, 10  # tasks around an onset in which a ring finds it
-
-Flags = np.ndarray  # of bool
-
-
-class Rules(NamedTuple):
-    """Rules of one measure: ring where ``signs * signal`` is above ``thresholds``, each [rules]."""
-
-    signs: Array
-    thresholds: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,28 +38,6 @@ class Judged:
     followed: Array
     rings: Array
     quiet_tasks: int
-
-
-def holds(signal: Array, rules: Rules) -> Flags:
-    """Return where each rule holds [rules, readings]; never where the signal is NaN."""
-    with np.errstate(invalid="ignore"):
-        beyond = rules.signs[:, None] * signal > rules.thresholds[:, None]
-    twice = np.zeros_like(beyond)
-    twice[:, 1:] = beyond[:, 1:] & beyond[:, :-1]
-    return twice
-
-
-def rings(held: Flags, read_at: np.ndarray) -> Flags:
-    """Return where alarms ring [rules, readings], from where their rules hold."""
-    rung = np.zeros_like(held)
-    last = np.full(len(held), -np.inf)  # task of the last ring of each rule
-    for k, task in enumerate(read_at.tolist()):
-        if task < FIRST:
-            continue
-        goes_on = held[:, k - 1] if k and read_at[k - 1] >= FIRST else np.zeros(len(held), bool)
-        rung[:, k] = held[:, k] & (~goes_on | (task - last >= AGAIN))
-        last[rung[:, k]] = task
-    return rung
 
 
 def judge(course: Course, rung: Flags) -> Judged | None:

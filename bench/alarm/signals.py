@@ -9,12 +9,16 @@ from functools import cached_property
 import numpy as np
 
 from bench.alarm.losses import Array, Loss, find_loss, outcome
+from fastlr.display.alarm import (
+    TRAILING_MEAN,
+    change,
+    tasks_of_trailing_mean,
+    trailing_mean,
+)
 
-REFERENCE = range(5, 16)  # tasks of a run with which its later ones are compared
-ABOVE_A_GUESS = ("accuracy", "learning_speed")  # as shares of their distance to a guess
-SHARES = ("dormant_ratio", "dormant_ratio_tau", "trainability")  # as differences
 TRAILING = (3, 5, 10)  # tasks of the trailing means of accuracy
 TASK_NUMBER, AT_RANDOM = "task_number", "at_random"  # the two nulls
+PROBE = ("probe_critical", "probe_degrading")  # what traintools' PlasticityProbe says by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,54 +55,34 @@ class Course:
 
 
 def signal(course: Course, name: str) -> Array:
-    """Return a measure at each reading as its change since the reference tasks [readings].
+    """Return what an alarm compares with its threshold, at each reading [readings].
 
-    A logarithm of a ratio for what is positive, a share of the distance to a guess for accuracy and
-    learning speed, a difference for other shares. NaN where nothing was read, or where the
-    reference is missing or not above zero: such a signal never rings.
+    A measure, or the trailing mean of accuracy, as its change since the reference tasks; the nulls
+    and what the probe says as they are.
     """
     if name == TASK_NUMBER:
         return course.read_at.astype(float)
     if name == AT_RANDOM:
         return np.random.default_rng(course.seed).random(len(course.read_at))
-    if name.startswith("accuracy_"):
-        width = int(name.removeprefix("accuracy_"))
+    if name == "probe_critical":
+        return (course.measures["critical"] > 0).astype(float)
+    if name == "probe_degrading":
+        return degrading(course.measures["score"])
+    if name.startswith(TRAILING_MEAN):
+        width = tasks_of_trailing_mean(name)
         values = trailing_mean(course.accuracy, width)[course.read_at]
-        return above_a_guess(values, course.read_at, course.guess)
-    values = course.measures[name]
-    if name in ABOVE_A_GUESS:
-        return above_a_guess(values, course.read_at, course.guess)
-    if name in SHARES:
-        return values - reference(values, course.read_at)
-    return log_ratio(values, reference(values, course.read_at))
+    else:
+        values = course.measures[name]
+    return change(name, values, course.read_at, course.guess)
 
 
-def reference(values: Array, read_at: np.ndarray) -> float:
-    """Return the median of a measure's readings in the reference tasks; NaN if there is none."""
-    within = (read_at >= REFERENCE.start) & (read_at < REFERENCE.stop)
-    known = values[within & np.isfinite(values)]
-    return float(np.median(known)) if len(known) else np.nan
+def degrading(scores: Array) -> Array:
+    """Return 1 where the history of the probe's scores is degrading by its defaults, else 0."""
+    from traintools.plasticity import PlasticityHistory, PlasticityResult
 
-
-def log_ratio(values: Array, to: float) -> Array:
-    """Return log(values / to): minus infinity of zero, NaN where ``to`` is not above zero."""
-    if not to > 0:
-        return np.full(len(values), np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(values / to)
-
-
-def above_a_guess(values: Array, read_at: np.ndarray, guess: float) -> Array:
-    """Return (value - guess) / (reference - guess); NaN where the reference is no better."""
-    distance = reference(values, read_at) - guess
-    if not distance > 0:
-        return np.full(len(values), np.nan)
-    return (values - guess) / distance
-
-
-def trailing_mean(values: Array, width: int) -> Array:
-    """Return the mean of the last ``width`` values at each place, of fewer at the start."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(0, stop - width)
-    return (sums[stop] - sums[start]) / (stop - start)
+    history = PlasticityHistory()
+    said = []
+    for step, score in enumerate(scores):
+        history.record(PlasticityResult(step, float(score)))
+        said.append(float(history.is_degrading()))
+    return np.array(said)

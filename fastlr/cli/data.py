@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastlr.display.record import count_bars, counted
-from fastlr.errors import FastlrError
+from fastlr.errors import FastlrError, few
 
 if TYPE_CHECKING:
     from fastlr.experiments.data import ImageStore
@@ -46,7 +46,7 @@ def prepare(
         str, typer.Option("--format", help="auto, imagenet, folder or npy.")
     ] = "auto",
     workers: Annotated[
-        int | None, typer.Option(help="Decoding processes; without it, one a core.")
+        int | None, typer.Option(help="Decoding threads; without it, one a core.")
     ] = None,
     limit_classes: Annotated[
         str | None, typer.Option(help="A number of classes, or names with commas.")
@@ -101,10 +101,10 @@ def info(
         with count_bars() as progress:
             damaged = opened.damaged(counter(progress, "checking", opened.index["shape"][0]))
         if damaged:
-            names = ", ".join(damaged[:_SHOWN]) + (" ..." if len(damaged) > _SHOWN else "")
             raise FastlrError(
                 f"{store}: the checksum fails for {len(damaged)} of {len(opened.classes)} classes "
-                f"({names}): run fastlr data prepare again with the same source, which mends them"
+                f"({few(damaged, _SHOWN)}): run fastlr data prepare again with the same source, "
+                "which mends them"
             )
         print(f"checksums: all {len(opened.classes)} classes are intact")
 
@@ -120,7 +120,6 @@ def _limit(text: str | None) -> int | list[str] | None:
 def _print_summary(store: ImageStore) -> None:
     index, classes = store.index, store.classes
     plan, images = index["plan"], index["images"]
-    some = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -130,7 +129,7 @@ def _print_summary(store: ImageStore) -> None:
         "images": f"{images['train']:,} train, {images['test']:,} test, "
         f"{store.size} x {store.size}, "
         f"{index['shape'][0] * store.size**2 * 3 / 1e6:,.1f} MB",
-        "classes": f"{len(classes)} ({some}); "
+        "classes": f"{len(classes)} ({few(classes)}); "
         f"{_per_class(store, 'train')} train, {_per_class(store, 'test')} test each",
         "digest": store.digest,
     }

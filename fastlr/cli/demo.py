@@ -3,7 +3,7 @@
 It is trained on a sequence of tasks of random labels.
 
 ``make demo`` and ``fastlr demo`` carry it out: two runs of the preset ``demo`` of ``fastlr
-continual`` side by side, their curves growing in the terminal, then what they show in three
+continual`` side by side, then what they show in three
 sentences, one chart and one page.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,27 +18,23 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from fastlr.display.record import MinuteLog, output_folder
+from fastlr.cli.progress import RunBoard
+from fastlr.display.record import output_folder
 from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.verdict import PARTS, brief
-from fastlr.errors import FastlrError, FastlrWarning, InputError
+from fastlr.errors import FastlrError
 from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
 from fastlr.experiments.continual.findings import describe, ends, percent, rank_correlation
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
-from fastlr.experiments.runs.processes import Message
-from fastlr.experiments.runs.records import Array, finite, mean_of_known
+from fastlr.experiments.runs.records import finite, mean_of_known
 from fastlr.experiments.runs.report import Drawing, Report, write_files
 
 HELPED = {"shrink": 0.8, "perturb": 0.03}
 RUNS: dict[str, dict[str, Any]] = {"as-it-is": {}, "shrink-and-perturb": HELPED}
-_LEVELS, _WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal, and its characters
-_COLUMNS = ("", "accuracy", "", "redundancy, log", "", "")
 _IN_TABLE = (
     "local_redundancy",
     "dormant_ratio",
@@ -78,14 +73,14 @@ def run(
     began = time.perf_counter()
     options = {"seed": seed, **(settings or {})}
     _introduce(say, folder / "runs", options)
-    _carry_out(say, folder / "runs", options)
+    _carry_out(folder / "runs", options)
     runs = [read_run(folder / "runs" / name) for name in RUNS]
     sentences = findings(*runs)
     drawing = Drawing(
         "redundancy-accuracy.png",
         partial(redundancy_and_accuracy, runs),
         "Local redundancy after each task, and how much of each task's random labels was learned. "
-        "Thin: each task; thick, in long runs: running mean over 30.",
+        "Thin: each task; thick, in long runs: running median over 31.",
     )
     lead = (
         "Two runs of fastlr continual demo that differ in shrink and perturb; all their numbers: "
@@ -105,8 +100,6 @@ def run(
         numbers,
         screen=[],
     )
-    # Without a terminal the curves end without a line's end.
-    say.print("" if say.is_terminal else "\n")
     for sentence in sentences:
         say.print(sentence + "\n", highlight=False)
     say.print(
@@ -159,84 +152,24 @@ def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:
     say.print()
 
 
-def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
-    """Carry out what is left of both runs, with their curves on the terminal.
+def _carry_out(path: Path, options: dict[str, Any]) -> None:
+    """Carry out what is left of both runs, with their progress on stderr.
 
     Each run is a process of its own.
     """
-    minutes = MinuteLog(Console(stderr=True))
-
-    def listen(name: str, message: Message) -> None:
-        if "done" in message:
-            minutes.log(f"{name}: task {message['done']}")
-
     runs = queue.Queue(DRIVER, path, "demo")
-    with Live(get_renderable=lambda: _curves(path, options), console=say, refresh_per_second=2):
+    with RunBoard(DRIVER, path) as board:
         if queue.is_many(path):
-            outcome = runs.resume(options, lambda names: listen)
+            outcome = runs.resume(options, board.begin)
         else:
             settings = {name: {**options, **change} for name, change in RUNS.items()}
-            outcome = runs.begin(settings, lambda names: listen)
+            outcome = runs.begin(settings, board.begin)
     if outcome.failed:
         failed = "; ".join(
             f"{name}: {why} (log: {path / queue.LOGS / name}.txt)"
             for name, why in outcome.failed.items()
         )
         raise FastlrError(f"not all runs of the demo have ended well: {failed}")
-
-
-def _curves(path: Path, options: Mapping[str, Any]) -> Table:
-    """Return a table of the runs so far: curves over tasks and the values of the last task.
-
-    The curves are of accuracy and of local redundancy (logarithmic).
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for index, column in enumerate(_COLUMNS):
-        table.add_column(column, no_wrap=True, justify="left" if column or not index else "right")
-    runs = {name: _so_far(path / name) for name in RUNS}
-    total = options.get("tasks", DRIVER.presets["demo"]["tasks"])
-    logarithms = {
-        name: np.log10(run.measure("local_redundancy"))
-        for name, run in runs.items()
-        if run is not None
-    }
-    known = finite(np.concatenate([*logarithms.values(), np.zeros(1)]))
-    for name, run in runs.items():
-        if run is None or not len(run):
-            table.add_row(name, "", "", "", "", "beginning")
-            continue
-        redundancy = run.measure("local_redundancy")[-1]
-        table.add_row(
-            name,
-            _curve(run.accuracy, total, 0.0, 1.0),
-            f"{hundred(run.accuracy[-1])} %",
-            _curve(logarithms[name], total, known.min(), known.max()),
-            brief(redundancy),
-            f"{len(run)}/{total}",
-        )
-    return table
-
-
-def _so_far(path: Path) -> ContinualRun | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FastlrWarning)  # a line that is being written
-        try:
-            return read_run(path)
-        except InputError:
-            return None
-
-
-def _curve(values: Array, total: int, low: float, high: float) -> str:
-    """Draw a curve of block characters: means over equal parts of ``total`` tasks.
-
-    The heights of the blocks lie between the values ``low`` and ``high``.
-    """
-    place = np.arange(len(values)) * _WIDTH // total
-    means = [
-        finite(values[place == k]).mean() for k in range(_WIDTH) if len(finite(values[place == k]))
-    ]
-    share = (np.array(means) - low) / ((high - low) or 1.0)
-    return "".join(_LEVELS[int(np.clip(x, 0, 0.999) * len(_LEVELS))] for x in share)
 
 
 def _course_sheet(runs: Sequence[ContinualRun]) -> Sheet:

@@ -12,12 +12,15 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -43,6 +46,9 @@ OPTIONAL = {
     "backpack": ("pytest bench/test_peers.py does without BackPACK", install("bench")),
 }
 DISTRIBUTIONS = {"backpack": "backpack-for-pytorch"}
+
+
+_ONE = Lock()  # held by the thread that asks for the calls of models, which are made once
 
 
 @dataclass(frozen=True)
@@ -203,44 +209,11 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def repair_interpreter() -> None:
-    """Repair the interpreter of Triton 3.3 to 3.9 before kernels run in it.
-
-    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy
-    2.4 no longer allows. Kernels need such loops: Triton pipelines the loads of ``range``, not of
-    ``while``. And Triton 3.9 refuses its own masks where they have come out as integers.
-    """
-    from triton.runtime import interpreter
-
-    plain: Any = interpreter._patch_lang_tensor
-    if getattr(plain, "repaired", False):
-        return
-
-    def patched(tensor: Any, *scope: Any) -> None:
-        plain(tensor, *scope)
-        assign = scope[0].set_attr if scope else setattr  # Triton 3.3 knows no scope
-        assign(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def masked(name: str, place: int) -> None:
-        call: Any = getattr(interpreter.InterpreterBuilder, name)
-
-        def with_truth(self: Any, *args: Any) -> Any:
-            args[place].data = args[place].data.astype(bool)
-            return call(self, *args)
-
-        setattr(interpreter.InterpreterBuilder, name, with_truth)
-
-    masked("create_masked_load", 1)
-    masked("create_masked_store", 2)
-    patched.repaired = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = patched
-
-
 def kernels(only: Collection[str] | None = None) -> list[Finding]:
     """Compare every kernel with plain torch, and return a finding for each op and dtype.
 
-    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 alone,
-    as it takes seconds for each. Otherwise the one finding says how.
+    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set. Otherwise the one
+    finding says how.
 
     Args:
         only: these ops; default: all.
@@ -248,21 +221,22 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
     import torch
 
     from fastlr import ops
+    from fastlr.ops.interpreter import repair_interpreter
 
     gpu = torch.cuda.is_available()
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     why = None
     if not ops.has_triton():
-        why = "Triton is not installed"
+        why = "Triton is not installed, or torch is built for AMD GPUs"
     elif not gpu and not interpreted:
         why = "no GPU: the kernels run in Triton's interpreter only"
     if why is not None:
-        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, some ten seconds)"
+        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (two minutes)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
     if not gpu:
         repair_interpreter()
     device = torch.device("cuda" if gpu else "cpu")
-    dtypes = (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     names = [
         name
         for name in ops.TABLE
@@ -275,6 +249,57 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
         return list(threads.map(lambda each: small_calls(*each), compared))
 
 
+@cache
+def model_calls() -> dict[str, dict[str, tuple]]:
+    """Return the calls of ops, in float32, that measuring two small models makes.
+
+    Their sizes are odd, so that tiles are broken.
+
+    Returns:
+        Op -> what is alike in calls that are compared once -> arguments.
+    """
+    import torch
+    from torch import nn
+
+    import fastlr
+    from fastlr import ops
+    from fastlr.ops import block, kernel_calls, kernel_checks
+
+    found: dict[str, dict[str, tuple]] = defaultdict(dict)
+    run = ops.run
+
+    def noted(name: str, *args: Any) -> Any:
+        tensors = [a for a in block.leaves(args) if isinstance(a, torch.Tensor)]
+        if torch.float64 not in {t.dtype for t in tensors}:
+            kind = kernel_checks.signature(args, ops.SAMPLES[name])
+            found[name][kind] = tuple(block.changed(kernel_calls.copied, args))
+        return run(name, *args)
+
+    def cotangent(z: torch.Tensor) -> Any:
+        return fastlr.Categorical().cotangent(z, "rademacher", range(len(z)), 0)
+
+    images = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Hardswish()),
+        *(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 24, 1), nn.BatchNorm2d(24), nn.Conv2d(24, 7, 3), nn.GroupNorm(1, 7)),
+        *(nn.Flatten(), nn.Linear(7 * 7 * 9, 10)),
+    )
+    embedding = (nn.Embedding(9, 33), nn.LayerNorm(33), nn.RMSNorm(33))
+    tokens = nn.Sequential(*embedding, nn.Linear(33, 131), nn.ReLU(), nn.Linear(131, 130))
+    pixels, words = kernel_calls.draw(3, 3, 9, 11), torch.arange(3 * 67).view(3, 67) % 9
+    generator = torch.Generator().manual_seed(0)
+    given = (images, pixels), (images, kernel_calls.channels_last(pixels, 1)), (tokens, words)
+    with patch.object(ops, "run", noted):
+        for model, x in (*given, (tokens, words[:, :9])):
+            for t in model.eval().state_dict().values():
+                if t.is_floating_point():
+                    t.uniform_(0.1, 0.9, generator=generator)
+            fastlr.per_sample_grad_sq_norms(model, x, cotangent)
+    norms = found["layer_norm_sums"]  # torch takes an RMS norm apart, but on a GPU
+    found["rms_norm_sums"] = {kind: (x, g, rstd) for kind, (x, g, _, rstd) in norms.items()}
+    return dict(found)
+
+
 def small_calls(
     name: str,
     device: torch.device,
@@ -284,33 +309,48 @@ def small_calls(
 ) -> Finding:
     """Compare an op in one dtype with plain torch, or plain torch with the definition.
 
+    All tensors lie in the middle of buffers of NaN, whose borders are looked at afterwards.
+
     Args:
         name: of the op.
         device: where.
         dtype: of the data.
         backend: that is held: "triton" or "torch".
-        calls: of each op, which is called to have them; default: those of
-            `fastlr.ops.kernel_calls`.
+        calls: of each op, which is called to have them; default: those of `model_calls`.
     """
     from fastlr import ops
     from fastlr.ops import kernel_calls, kernel_checks
+    from fastlr.ops.borders import Borders
 
     twin = ops.twin(name) if backend == "triton" else ops.get(name, "reference")
     title = f"{name}, {str(dtype).removeprefix('torch.')}"
     if name.startswith("shape_images"):
         images = [{**options, "dtype": dtype} for options in kernel_calls.IMAGES]
+        borders = Borders()
         try:
-            wrong = [
-                str(options["size"]) for options in images if not ops.images_agree(device, options)
-            ]
+            with borders:
+                wrong = [
+                    str(options["size"])
+                    for options in images
+                    if not ops.images_agree(device, options)
+                ]
         except Exception as error:
             wrong = [_described(error)]
+        if borders.broken():
+            wrong.append("writes beyond a tensor")
         return _compared(title, len(images), wrong, 0.0)
     wrong, worst, count = [], 0.0, 0
-    for case, args in (calls or kernel_calls.CALLS)[name]().items():
-        given = kernel_calls.moved(name, args, device, dtype)
+    if calls is None:
+        with _ONE:
+            cases = model_calls()[name]
+    else:
+        cases = calls[name]()
+    for case, args in cases.items():
+        borders = Borders()
+        given = borders.around_all(kernel_calls.moved(name, args, device, dtype))
         try:
-            result = ops.get(name, backend)(*given)
+            with borders:
+                result = ops.get(name, backend)(*given)
             if result is NotImplemented:
                 continue
             deviation = kernel_checks.compared(
@@ -319,6 +359,8 @@ def small_calls(
         except Exception as error:  # a kernel that does not compile or run is a finding
             wrong.append(f"{case} ({_described(error)})")
             continue
+        if borders.broken():
+            wrong.append(f"{case} (writes beyond a tensor)")
         count, worst = count + 1, max(worst, deviation.share)
         if deviation.share > 1:
             wrong.append(f"{case} (off by {deviation.relative:.2g})")

@@ -156,8 +156,8 @@ continual = experiment_command(
     "paper, table5, dohare32, tiny, small or demo; without it, paper.",
     data=(
         str,
-        "Folder of an image store, or synthetic, random-labels, random-labels-digits or "
-        "permuted-digits.",
+        "Folder of an image store, or synthetic, random-labels, random-labels-digits, "
+        "permuted-digits or fresh-digits.",
     ),
     tasks=(int, "How many, in all: --set tasks=."),
 )
@@ -310,7 +310,7 @@ def carry_out_one(
 
 def _interruption(driver: Driver, out: Path, last: Progress | None) -> str:
     """Say how far an interrupted run is, by its last report; without one, by its folder."""
-    from fastlr.experiments.runs.folder import CONFIG, RECORDS
+    from fastlr.experiments.runs.integrity import CONFIG, RECORDS
 
     if not (out / CONFIG).exists():
         return "interrupted before the run began: begin it anew"

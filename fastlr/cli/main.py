@@ -13,7 +13,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
-from threading import current_thread, main_thread
+from resource import RLIMIT_AS, getrlimit
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,9 @@ from rich.console import Console
 
 from fastlr.cli.data import app as data_commands
 from fastlr.cli.experiments import ContinualCommand, continual, memorize, sweep, transfer
+from fastlr.cli.interrupts import interruptible
 from fastlr.cli.options import (
+    DTYPES,
     PROBES,
     BatchSize,
     Classes,
@@ -35,7 +37,6 @@ from fastlr.cli.options import (
     ProbeName,
     Sigma,
     Size,
-    autocast_dtype,
     check_folders,
     device_of,
     inputs_of,
@@ -85,7 +86,7 @@ def _options(
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="A torchvision or timm name, or package.module:function.")
+        str, typer.Argument(help="torchvision or timm name, hf:NAME, or package.module:function.")
     ],
     checkpoint: Annotated[
         Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")
@@ -97,7 +98,7 @@ def estimate(
     model_kwargs: ModelKwargs = "{}",
     inputs: InputsName = "shapes",
     size: Size = 224,
-    length: Length = 512,
+    length: Length = None,
     features: Features = 7,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
     target_rel_stderr: Annotated[
@@ -135,7 +136,8 @@ def estimate(
     the inputs.
     """
     one_of("--probe", probe, PROBES)
-    autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma, inputs == "series")
+    one_of("--dtype", dtype, DTYPES)
+    kind = predictive_of(predictive, sigma, inputs)
     kwargs = kwargs_of(model_kwargs)
     check_folders(json=json_file, save_images=save_images, per_layer=per_layer)
 
@@ -150,12 +152,12 @@ def estimate(
     with launched() as members:  # all processes of torchrun, or this one
         out = Console(stderr=json_file == "-", quiet=members.rank > 0)
         place = device_of(local_device(device) if members.size > 1 else device)
-        source = inputs_of(inputs, size, length, features)
         torch.manual_seed(seed)
         net = load_model(
             model, weights=weights, checkpoint=checkpoint, num_classes=classes, kwargs=kwargs
         )
         net = net.to(place).eval()
+        source = inputs_of(inputs, size, length, features, net)
 
         if support and members.rank == 0:
             x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
@@ -177,7 +179,7 @@ def estimate(
                 probe=probe,
                 batch_size=batch_size,
                 seed=seed,
-                dtype=autocast,
+                dtype=dtype,
                 target_rel_stderr=target_rel_stderr,
                 min_n=min_n,
                 max_n=max_n,
@@ -187,10 +189,8 @@ def estimate(
         if members.rank > 0:
             return
         parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        title = (
-            f"{model}: {parameters:,} parameters, "
-            f"{checkpoint or weights or f'initialised with seed {seed}'}"
-        )
+        initial = "its own weights" if model.startswith("hf:") else f"initialised with seed {seed}"
+        title = f"{model}: {parameters:,} parameters, {checkpoint or weights or initial}"
         out.print(summary(result, title=title))
         if per_layer is not None:
             from fastlr.display.plots import per_layer_chart
@@ -223,12 +223,14 @@ def doctor(
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output"),
+    output: Annotated[
+        Path, typer.Option("--out", "--output", help="Folder for what it makes.")
+    ] = Path("demo-output"),
     seed: Annotated[
         int, typer.Option(help="Of the network, the labels, the training and the inputs.")
     ] = 0,
 ) -> None:
-    """Show a network lose its plasticity, and keep it: two runs, their curves, one page.
+    """Show a network lose its plasticity, and keep it: two runs, a picture, one page.
 
     It takes a minute on two CPU cores.
     """
@@ -296,23 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     shows_traceback = TRACEBACK in given
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), interruptible() as signals:
         warnings.showwarning = _print_warning
-        ended_by, term = [signal.SIGINT], signal.getsignal(signal.SIGTERM)
-
-        def interrupt(number: int, _: Any) -> None:
-            ended_by.append(signal.Signals(number))
-            raise KeyboardInterrupt
-
-        # Ranks keep the default: one that waits for others within torch would not end by an
-        # exception of Python's.
-        takes_term = (
-            term is signal.SIG_DFL
-            and "RANK" not in os.environ
-            and current_thread() is main_thread()
-        )
-        if takes_term:
-            signal.signal(signal.SIGTERM, interrupt)
         try:
             plain = [word for word in given if word != TRACEBACK]
             code = app(args=plain, prog_name="fastlr", standalone_mode=False)
@@ -322,15 +309,12 @@ def main(arguments: list[str] | None = None) -> int:
         except (KeyboardInterrupt, Interrupted) as error:
             if _is_printed_here(error):
                 print(str(error) or "interrupted", file=sys.stderr)
-            return 128 + ended_by[-1]
+            return 128 + (signals[-1] if signals else signal.SIGINT)
         except BrokenPipeError:  # the reader of our stdout has gone; nothing more can be said there
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Exception as error:
             return _report(error, shows_traceback)
-        finally:
-            if takes_term:
-                signal.signal(signal.SIGTERM, term)
 
 
 def _is_printed_here(error: BaseException) -> bool:
@@ -355,6 +339,8 @@ def _report(error: Exception, shows_traceback: bool) -> int:
         text, code = "aborted", 1
     else:
         text, code = one_line(error), 2 if isinstance(error, InputError) else 1
+        if isinstance(error, (ImportError, MemoryError)) and getrlimit(RLIMIT_AS)[0] >= 0:
+            text += ": ulimit -v limits this process, raise it"
     if _is_printed_here(error):
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return code

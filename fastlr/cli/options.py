@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fastlr.errors import InputError, first_line
+from fastlr.errors import InputError
 
 DTYPES = ("fp32", "bf16", "fp16")
 PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
+OF_INPUTS = {"series": "gaussian", "tokens": "categorical"}  # predictives for --predictive auto
 PROBES = ("rademacher", "sampled", "exact", "batch")
 
 Classes = Annotated[
@@ -18,16 +19,19 @@ Classes = Annotated[
 ]
 ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")]
 InputsName = Annotated[
-    str, typer.Option("--inputs", help="shapes, noise, series, or package.module:function.")
+    str, typer.Option("--inputs", help="shapes, noise, series, tokens, or package.module:function.")
 ]
 Size = Annotated[int, typer.Option(help="Height and width of images.")]
-Length = Annotated[int, typer.Option(help="Time steps of --inputs series.")]
+Length = Annotated[
+    int | None,
+    typer.Option(help="Of --inputs series or tokens; without it 512, or the model's most tokens."),
+]
 Features = Annotated[int, typer.Option(help="Features of --inputs series.")]
 ProbeName = Annotated[str, typer.Option("--probe", help=", ".join(PROBES) + ".")]
 PredictiveName = Annotated[str, typer.Option("--predictive", help=", ".join(PREDICTIVES) + ".")]
 Sigma = Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Inputs at a time; without it, by free memory.")
+    int | None, typer.Option(help="Inputs at a time; without it, by the device's memory.")
 ]
 DtypeName = Annotated[str, typer.Option("--dtype", help="fp32, or autocast to bf16 or fp16.")]
 DeviceName = Annotated[
@@ -50,26 +54,17 @@ def device_of(name: str | None) -> Any:
     """
     import torch
 
+    from fastlr.models.loading import usable_device
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {name}: {first_line(error)}") from error
-    return device
+    return usable_device(name, "--device ")
 
 
-def autocast_dtype(name: str) -> Any:
-    """Return the dtype of ``--dtype``: None for fp32."""
-    import torch
-
-    one_of("--dtype", name, DTYPES)
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def inputs_of(name: str, size: int, length: int, features: int) -> Any:
+def inputs_of(name: str, size: int, length: int | None, features: int, model: Any = None) -> Any:
     """Return the synthetic inputs of ``--inputs``, ``--size``, ``--length`` and ``--features``.
+
+    Tokens are those of the model's config.
 
     Raises:
         InputError: An unknown name, a count below 1, or a function that gives no inputs.
@@ -77,18 +72,25 @@ def inputs_of(name: str, size: int, length: int, features: int) -> Any:
     import fastlr
 
     for option, value in (("size", size), ("length", length), ("features", features)):
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"--{option} {value}: give at least 1")
+    if name == "tokens":
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "vocab_size"):
+            raise InputError(
+                "--inputs tokens: the model has no config with a vocab_size, as hf:NAME"
+            )
+        length = length or min(512, getattr(config, "max_position_embeddings", 512))
+        return fastlr.TokenInputs(config.vocab_size, length, attention_mask=True)
     if name == "shapes":
         return fastlr.ShapeImages(size=(3, size, size))
     if name == "noise":
         return fastlr.NoiseImages(size=(3, size, size))
     if name == "series":
-        return fastlr.GaussianSeries(length=length, features=features)
+        return fastlr.GaussianSeries(length=length or 512, features=features)
     if ":" not in name:
         raise InputError(
-            f"--inputs {name}: choose shapes, noise, series, or package.module:function for your "
-            "own"
+            f"--inputs {name}: choose shapes, noise, series, tokens, or package.module:function"
         )
     from fastlr.models.loading import call_factory
 
@@ -126,16 +128,16 @@ def check_folders(**files: Path | str | None) -> None:
             raise InputError(f"--{option.replace('_', '-')} {path}: there is no folder {folder}")
 
 
-def predictive_of(name: str, sigma: float, series: bool = False) -> Any:
+def predictive_of(name: str, sigma: float, inputs: str) -> Any:
     """Return the predictive that ``--predictive`` and ``--sigma`` name.
 
-    It is None for auto, but Gaussian if the inputs are series.
+    It is None for auto, but for ``--inputs`` of `OF_INPUTS`.
     """
     import fastlr
 
     one_of("--predictive", name, PREDICTIVES)
-    if name == "auto" and series:
-        name = "gaussian"
+    if name == "auto":
+        name = OF_INPUTS.get(inputs, name)
     if name == "gaussian":
         return fastlr.Gaussian(sigma=sigma)
     if sigma != 1:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def _joined(*parts: str) -> str:
 
 
 def _time_left(seconds: float | None) -> str:
-    return "" if seconds is None else f"{duration(seconds)} left"
+    return "" if seconds is None else f"{timedelta(seconds=math.ceil(seconds))} left"
 
 
 class Clock:
@@ -190,21 +191,3 @@ class Clock:
             self.start = (now, done)
         began, before = self.start
         return None if done <= before else (now - began) / (done - before) * (total - done)
-
-
-def duration(seconds: float) -> str:
-    """Write a time in its two largest units.
-
-    Example:
-        >>> duration(59.2), duration(3700), duration(200_000)
-        ('1 min 0 s', '1 h 1 min', '2 d 7 h')
-    """
-    whole = math.ceil(seconds)
-    for size, name, below, small in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // below} {small}"
-    return f"{whole} s"

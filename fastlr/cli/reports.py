@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastlr.cli.options import (
+    DTYPES,
     BatchSize,
     Classes,
     DeviceName,
@@ -26,11 +27,11 @@ from fastlr.cli.options import (
     PredictiveName,
     Sigma,
     Size,
-    autocast_dtype,
     check_folders,
     device_of,
     inputs_of,
     kwargs_of,
+    one_of,
     predictive_of,
 )
 from fastlr.errors import InputError
@@ -49,7 +50,7 @@ Pool = Annotated[
 ]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the table here.")]
 MODEL = typer.Option(
-    help="Of the checkpoints: a torchvision or timm name, or package.module:function."
+    help="Of the checkpoints: torchvision or timm name, hf:NAME, or package.module:function."
 )
 
 
@@ -161,8 +162,9 @@ def ablate(
     settings: dict[str, Any] = {
         "batch_size": batch_size,
         "seed": seed,
-        "dtype": autocast_dtype(dtype),
+        "dtype": dtype,
     }
+    one_of("--dtype", dtype, DTYPES)
     place, kwargs = device_of(device), kwargs_of(model_kwargs)
 
     from fastlr.display.figures import save_figure
@@ -182,7 +184,7 @@ def ablate(
     from fastlr.models import load_model
 
     data = real_inputs(real, n, context=context, seed=seed)
-    settings["predictive"] = predictive_of(predictive, sigma, data.series)
+    settings["predictive"] = predictive_of(predictive, sigma, "series" if data.series else "")
     net = load_model(model, num_classes=classes, kwargs=kwargs).to(place).eval()
     measured = measure_checkpoints(net, sources, data, n, progress=progress_bar, **settings)
     run = as_run(measured)
@@ -256,14 +258,18 @@ def _ablate_runs(
 
 def rank(
     checkpoints: Annotated[
-        list[Path], typer.Argument(metavar="CHECKPOINTS...", help="State dicts, two or more.")
+        list[Path],
+        typer.Argument(
+            metavar="CHECKPOINTS...",
+            help="Two or more state dicts, or checkpoints of a Trainer or the folder of them.",
+        ),
     ],
     model: Annotated[str, MODEL],
     model_kwargs: ModelKwargs = "{}",
     classes: Classes = None,
     inputs: InputsName = "shapes",
     size: Size = 224,
-    length: Length = 512,
+    length: Length = None,
     features: Features = 7,
     n: Annotated[
         int, typer.Option("--n", "-n", help="Synthetic inputs, the same for all checkpoints.")
@@ -311,18 +317,18 @@ def rank(
     --by sets the paper's other strategies of selection beside it (Table 3).
     """
     check_folders(csv=csv_file, json=json_file, figure=figure)
-    options: dict[str, Any] = {
+    one_of("--dtype", dtype, DTYPES)
+    options = {
+        "predictive": predictive_of(predictive, sigma, inputs),
         "batch_size": batch_size,
         "seed": seed,
-        "dtype": autocast_dtype(dtype),
+        "dtype": dtype,
     }
-    options["predictive"] = predictive_of(predictive, sigma, inputs == "series")
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
-    synthetic = inputs_of(inputs, size, length, features)
 
     from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
-    from fastlr.experiments.checkpoints.measure import existing, measure_each
+    from fastlr.experiments.checkpoints.measure import existing, measure_each, weight_files
     from fastlr.experiments.checkpoints.ranking import ranking
     from fastlr.experiments.checkpoints.ranking_report import (
         ranking_chart,
@@ -337,7 +343,7 @@ def rank(
     )
     from fastlr.models import load_model
 
-    paths = existing(checkpoints, 2, "a ranking needs at least two")
+    paths = existing(weight_files(checkpoints), 2, "a ranking needs at least two")
     strategies = wanted(by, {"source": source, "target": target})
     if len(strategies) > 1 and dtype == "fp16":
         raise InputError(
@@ -350,9 +356,18 @@ def rank(
         return load_model(model, num_classes=outputs or classes, kwargs=kwargs)
 
     net = make(None).to(place).eval()
-    data: dict[str, Any] = {"source": source, "target": target, "context": length, "head": head}
+    synthetic = inputs_of(inputs, size, length, features, net)
     others = Strategies(
-        net, make, strategies, **data, dtype=dtype, batch_size=batch_size, seed=seed
+        net,
+        make,
+        strategies,
+        source=source,
+        target=target,
+        context=length or 512,
+        head=head,
+        dtype=dtype,
+        batch_size=batch_size,
+        seed=seed,
     )
     measured = measure_each(net, paths, {"": (synthetic, n)}, progress=progress_bar, **options)
     folder, names = _names_in_folder(paths)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastlr.errors import InputError
+from fastlr.files import written_whole
 
 INK, MUTED, GRID = "#1f2933", "#66717d", "#e3e7eb"
 COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
@@ -51,10 +53,8 @@ def style(axes: Any, ylabel: str, title: str = "", grid: str = "y") -> None:
     axes.tick_params(labelsize=8, colors=MUTED)
     axes.grid(axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GRID)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
 
 
 def title_of_all(figure: Any, title: str, fontsize: int = 10) -> None:
@@ -130,12 +130,14 @@ def log_axis(axes: Any) -> None:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure, or a picture of Pillow.
+    """Write a figure, or a picture of Pillow, whole or not at all; without a suffix as PNG.
 
     Raises:
         InputError: The file cannot be written.
     """
+    path = Path(path)
     try:
-        figure.save(path)
+        with written_whole(path if path.suffix else path.with_suffix(".png")) as unfinished:
+            figure.save(unfinished)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write the figure {path}: {error}") from error

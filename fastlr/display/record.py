@@ -25,7 +25,7 @@ from rich.progress import (
 
 from fastlr.display.tables import pm
 from fastlr.errors import InputError
-from fastlr.files import write_text
+from fastlr.files import write_errors, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -66,10 +66,8 @@ def output_folder(path: str | os.PathLike[str]) -> Path:
         InputError: It cannot be made.
     """
     folder = Path(path)
-    try:
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
     return folder
 
 
@@ -91,7 +89,8 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
     """
     import torch
 
-    from fastlr.display.images import contact_sheet
+    from fastlr.display.figures import save_figure
+    from fastlr.display.images import tiled
 
     if hasattr(inputs, "raw"):
         images = inputs.raw(0, count, seed=seed)
@@ -103,7 +102,7 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
             )
         low, high = images.aminmax()
         images = (images - low) / (high - low).clamp_min(1e-12)
-    contact_sheet(images, path)
+    save_figure(tiled(images), path)
 
 
 def write_json(path: str | Path, record: dict[str, Any]) -> None:
@@ -114,18 +113,19 @@ def write_json(path: str | Path, record: dict[str, Any]) -> None:
     Raises:
         InputError: The file cannot be written.
     """
-    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:
         write_text(path, text)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return what JSON can hold: None in place of each number that is not finite."""
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import importlib
 import logging
-import os
+import platform
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fastlr.distributed.backends import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
 from fastlr.distributed.messaging import Board, check_timeout
-from fastlr.distributed.sharding import checked_group
+from fastlr.distributed.sharding import board_of, checked_group
+from fastlr.distributed.shared_file import host
 from fastlr.errors import DistributedError, FastlrWarning, InputError, one_line
 from fastlr.ops.reference.reductions import fixed_order_sum
-from fastlr.ops.torch_private import group_store
 
 REDUCTION_TIMEOUT = 600.0
 # Of each rank: two halves, that calls alternate between.
@@ -37,7 +37,6 @@ _TRIAL = 5000  # elements of it
 BUILD = "pip install --no-build-isolation -e . in a clone of fastlr"  # makes the extension
 _CHOSEN: WeakKeyDictionary[Any, dict[str, Route]] = WeakKeyDictionary()  # group -> device -> route
 # Group -> how often a connection was tried.
-_TRIED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 log = logging.getLogger("fastlr")
 
 
@@ -84,18 +83,16 @@ def connect(
         raise InputError(f"buffer_bytes must be at least 8192, not {buffer_bytes!r}")
     if prefer not in ("extension", "torch.distributed"):
         raise InputError(f"prefer must be 'extension' or 'torch.distributed', not {prefer!r}")
-    _TRIED[group] = _TRIED.get(group, 0) + 1
     what = "every rank of the group must call the same reductions"
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    board = Board(group_store(group), f"connect/{_TRIED[group]}", rank, ranks, timeout, what)
+    board = board_of(group, "connect", timeout, what)
     extension, why = _extension(device, board, size // 2, timeout, prefer)
     route: Route = extension if extension is not None else TorchRoute(group, why)
     _retire(_CHOSEN.get(group, {}).get(str(device)), board)
     _CHOSEN.setdefault(group, {})[str(device)] = route
-    if rank == 0:
-        text = f"reductions on {device.type} over {ranks} ranks: {route.name} ({route.why})"
+    if board.rank == 0:
+        text = f"reductions on {device.type} over {board.size} ranks: {route.name} ({route.why})"
         log.info(text)
-        if extension is None and prefer == "extension" and ranks > 1:
+        if extension is None and prefer == "extension" and board.size > 1:
             warnings.warn(text, FastlrWarning, stacklevel=3)
     return route
 
@@ -157,7 +154,7 @@ def _offer(
     group: Any = None
     facts: dict[str, Any] = {
         "prefer": prefer,
-        "machine": _machine(),
+        "machine": host("pid", platform.node()),
         "kind": device.type,
         "half": half,
         "reason": None,
@@ -268,16 +265,3 @@ def _retire(route: Route | None, board: Board) -> None:
     board.share(None)
     if group is not None:
         group.close()
-
-
-def _machine() -> str:
-    """Return the names of the running kernel (its boot) and of the process-id namespace.
-
-    They are the same where processes can map each other's memory.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{os.uname().nodename}" if hasattr(os, "uname") else "unknown"

@@ -230,7 +230,7 @@ def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
     device = shards[0][0].device
     need = sum(shard.numel() * (dtype.itemsize + PROOF) for shard, dtype in shards)
     number = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    state = members.share([f"{host(members.rank)} {number}", free_bytes(device)])
+    state = members.share([f"{host('mnt', f'rank {members.rank}')} {number}", free_bytes(device)])
     places = [place for place, _ in state]
     return all(need * places.count(place) <= 0.8 * free for place, free in state)
 

@@ -309,7 +309,7 @@ def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
 
 
 @contextmanager
-def structure_only() -> Iterator[None]:
+def graphs_without_saved_tensors() -> Iterator[None]:
     """Within this context graphs save nothing where parameters are on demand.
 
     They can be walked, but not run backward.

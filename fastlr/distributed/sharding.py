@@ -6,6 +6,7 @@ Each rank measures some of the inputs, and all of them get the same result.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -134,7 +135,8 @@ class Team:
 
 ALONE = Team()
 _current: ContextVar[Team] = ContextVar("fastlr_team", default=ALONE)
-_entered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> how often it was entered
+# group -> what boards are for -> how many it has had
+_boards: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def team() -> Team:
@@ -179,16 +181,11 @@ def sharded(
     group = checked_group(group)
     if _current.get() is not ALONE:
         raise InputError("sharded() is entered twice: estimates inside are shared already")
-    _entered[group] = _entered.get(group, 0) + 1
-    board = Board(
-        group_store(group),
-        f"estimate/{_entered[group]}",
-        dist.get_rank(group),
-        dist.get_world_size(group),
-        timeout,
+    what = (
         "every rank of the group must enter fastlr.distributed.sharded() and measure the same; "
-        "raise timeout= if a chunk of inputs takes longer",
+        "raise timeout= if a chunk of inputs takes longer"
     )
+    board = board_of(group, "estimate", timeout, what)
     with _shared(board, group) as members:
         yield members
 
@@ -212,6 +209,15 @@ def apart() -> Iterator[Team]:
     )
     with _shared(inner, outer.group) as members:
         yield members
+
+
+def board_of(group: dist.ProcessGroup, purpose: str, timeout: float, what: str) -> Board:
+    """Return a new board of a group's ranks, which all ask for their boards in the same order."""
+    numbers = _boards.setdefault(group, Counter())
+    numbers[purpose] += 1
+    prefix = f"{purpose}/{numbers[purpose]}"
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return Board(group_store(group), prefix, rank, size, timeout, what)
 
 
 def by_torchrun() -> bool:

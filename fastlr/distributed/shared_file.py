@@ -43,7 +43,7 @@ class SharedFile:
         for shape, dtype in shapes:
             self._spans.append((self._end, prod(shape) * dtype.itemsize))
             self._end += max(1, -(-self._spans[-1][1] // mmap.PAGESIZE)) * mmap.PAGESIZE
-        hosts = members.share(host(members.rank))
+        hosts = members.share(host("mnt", f"rank {members.rank}"))
         writer = hosts.index(hosts[members.rank])
         self._writes = writer == members.rank
         path = ""
@@ -121,11 +121,13 @@ class SharedFile:
         self._map.madvise(mmap.MADV_DONTNEED, *self._spans[number])
 
 
-def host(rank: int) -> str:
-    """What processes that see the same files have in common."""
+def host(namespace: str, otherwise: str) -> str:
+    """Return the names of the running kernel (its boot) and of a namespace of this process.
+
+    They are the same for processes that see the same files ("mnt"), or that can map each other's
+    memory ("pid"); ``otherwise`` is returned where they are not known.
+    """
     with suppress(OSError):
-        return (
-            f"{Path('/proc/sys/kernel/random/boot_id').read_text()} "
-            f"{os.readlink('/proc/self/ns/mnt')}"
-        )
-    return f"rank {rank}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
+    return otherwise

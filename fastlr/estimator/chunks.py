@@ -47,6 +47,7 @@ class Chunks:
         self.replays = Replays(passes, CudaRecorder if graphs else None)
         self.size = self.bytes_per_input = 0
         self.notes: list[str] = []
+        self._warned = False  # that memory ran out
         self._most: int | None = None  # inputs that fit, once known
         self._dtype = passes.dtype  # for which they are known
         self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
@@ -138,20 +139,27 @@ class Chunks:
     def _size_for_memory(self, share: int) -> int:
         """Return how many inputs fit, of ``share`` that this rank takes.
 
-        What a small forward pass saves gives a size that is safe. Where it does not suffice, on a
-        GPU, a chunk of that size is run twice, the second time to measure its peak: the first may
-        prove the model, compile kernels, and run out of memory. So once for a model and the kind of
-        its inputs; later estimates of it take the same size while the memory suffices.
+        What a small forward pass saves gives a size that is safe, the same in every run unless
+        little memory is free. Where it does not suffice, on a GPU, a chunk of that size is run
+        twice, the second time to measure its peak: the first may prove the model, compile kernels,
+        and run out of memory. So once for a model and the kind of its inputs; later estimates of it
+        take the same size while the memory suffices.
         """
         device, known = self.passes.view.device, self.passes.engine.peaks
         few = min(2, self.options.total)
         x = self.passes.view.inputs(self.passes.inputs(0, few))
-        size = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
+        fitting = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
+        size = min(fitting)
         one_pass = (
             self.options.probe in ("rademacher", "sampled")
             and self.options.target_rel_stderr is None
         )
         if not (self.on_gpu and one_pass and 1 < size < share):
+            if size < min(fitting.device, share):
+                self.note(
+                    f"at most {size} inputs at a time, as little memory is free: values may differ "
+                    "from those of another run by rounding, unless both are given the batch_size"
+                )
             return size
         kind = (
             self.options.dtype,
@@ -184,7 +192,8 @@ class Chunks:
         self.limit(max(1, size // 4 * 2))  # even: the model may take no odd batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if not self.notes:
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 f"out of memory with {size} inputs in a chunk ({failure}): going on with "
                 f"{self.size}; pass batch_size={self.size} to start there",

@@ -141,10 +141,12 @@ class Replay:
         """Audit samples of the last chunk as long as they are due; True if all are right."""
         audits = self.engine.audits
         for _ in range(AUDITED):
-            if not audits.due(fresh=False):
+            if not audits.due():
                 break
             self.noise = None
-            if not self.engine.audit(self.plan, self.x, self.output, self.table, self.cotangent()):
+            if not self.engine.audit_planned(
+                self.plan, self.x, self.output, self.table, self.cotangent()
+            ):
                 audits.owe()
                 return False
         return True

@@ -34,6 +34,7 @@ from fastlr.ghost.runtime import (
     as_it_was,
     describe,
     inputs_hash,
+    proof_line,
     read_together,
     reporter,
     same_device,
@@ -88,6 +89,11 @@ class LocalRedundancy:
     __signature__ = inspect.signature(EstimateOptions)  # for help and documentation
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(self.__signature__.parameters)
+            raise InputError(f"{error}: the arguments are {names}") from None
         self.options = options = EstimateOptions(*args, **kwargs)
         self.progress = options.progress
         self.model = options.model
@@ -156,7 +162,7 @@ class LocalRedundancy:
             inputs_digest = self._digest(used, inputs_identity)
             notes = (
                 members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
-                + self.view.notes
+                + self.view.notes_for_results
             )
             told = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own
@@ -209,20 +215,23 @@ class LocalRedundancy:
     def _run(self, members: Team) -> _Run:
         """Run over the inputs."""
         options, chunks, total = self.options, self.chunks, self.options.total
-        chunks.size = chunks.first_size(members)
+        progress = self.progress if members.rank == 0 else False
+        first = progress is not False and not self.engine.known.proofs
         kept: list[Tensor] = []
         sums: Tensor | None = None
         routes: dict[str, str] = {}
-        stopping = Stopping(
-            options.target_rel_stderr,
-            options.min_n,
-            chunks.size if options.probe == "batch" else None,
-        )
         done, reached = 0, False
-        with reporter(self.progress if members.rank == 0 else False, total) as report:
+        with reporter(progress, total) as report, proof_line(first) as line:
+            chunks.size = chunks.first_size(members)
+            stopping = Stopping(
+                options.target_rel_stderr,
+                options.min_n,
+                chunks.size if options.probe == "batch" else None,
+            )
             while done < total and not reached:
                 start, end, stop = members.span(done, chunks.size, total)
                 values, norms = chunks.norms(start, end)
+                line.cancel()
                 all_values, before, least = members.join(values, chunks.size)
                 if least < chunks.size:  # memory ran out on another rank: all go on with its chunk
                     chunks.limit(least)
@@ -277,19 +286,19 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             your own whose ``batch(start, stop, *, seed, device, dtype)`` returns inputs
             start..stop-1, samples along axis 0.
         n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
-        predictive: Categorical, Bernoulli or Gaussian. Default: Categorical for outputs [B, C] with
-            C of at least 2, which must be logits: an error where those of the first chunk are
-            probabilities.
+        predictive: Categorical, Bernoulli, Gaussian or DiagonalGaussian. Default: Categorical for
+            outputs [B, C] with C of at least 2, which must be logits: an error where those of the
+            first chunk are probabilities.
         probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the
             paper) or "exact" (the label expectation, many passes), all of per-sample norms; or
             "batch", ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
             expectation, far noisier, for comparison; its samples are batches.
-        batch_size: inputs in a chunk; by default from the memory available, on a GPU from the
-            measured peak of a chunk (250 for "batch"). It changes the results only by rounding,
-            except for "batch".
+        batch_size: inputs in a chunk; by default from the device's memory, and fewer, with a note,
+            where little of it is free; on a GPU from the measured peak of a chunk (250 for
+            "batch"). It changes the results only by rounding, except for "batch".
         seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever
             n and the chunks.
-        dtype: autocast dtype, torch.bfloat16 or torch.float16; None: the model's own precision.
+        dtype: of autocast, "bf16" or "fp16" (or torch's own); None: the model's own precision.
         device: only checked: an error unless it is the model's.
         output: picks the output tensor from what the model returns: key, attribute, index or
             function.
@@ -303,7 +312,8 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             that is less.
         progress: True for a progress bar, False for none, or a function called as (done, total,
             value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
-            terminal or this is a notebook.
+            terminal or this is a notebook. There a first estimate says after two seconds that it
+            proves the model, unless this is False.
 
     Returns:
         An :class:`Estimate`, in nats for each input and unit step.

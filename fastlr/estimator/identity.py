@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.ghost.tokens import number
 from fastlr.inputs.base import Inputs
 
@@ -52,13 +52,14 @@ def of_predictive(predictive: Any, axes: int | None) -> dict[str, Any]:
     """
     kind = type(predictive)
     told: dict[str, Any] = {"class": kind.__name__}
-    if kind is Categorical:
+    if kind in (Categorical, DiagonalGaussian):
         told["dim"] = predictive.dim
         told["from_end"] = None if axes is None else predictive.dim % axes - axes
+    if kind is Categorical:
         told["mask"] = _of_mask(predictive.mask)
     elif kind is Gaussian:
         told["sigma"] = float(predictive.sigma)
-    elif kind is not Bernoulli:
+    elif kind not in (Bernoulli, DiagonalGaussian):
         told["class"] = f"{kind.__module__}.{kind.__qualname__}"
         told["object"] = _of_object(predictive)
     return told

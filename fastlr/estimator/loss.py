@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastlr.errors import FastlrWarning, InputError, ModelError
 from fastlr.estimator.padding import padding_mask
-from fastlr.estimator.passes import default_predictive
+from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of
 from fastlr.ghost.graph import walk
@@ -22,7 +22,6 @@ from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
-from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
@@ -106,6 +105,11 @@ def redundancy_loss(
         >>> model[0].weight.grad.shape
         torch.Size([4, 3])
     """
+    if not torch.is_grad_enabled():
+        raise InputError(
+            "redundancy_loss is called under torch.no_grad(), where nothing is trained: leave "
+            "no_grad, or measure with fastlr.estimate"
+        )
     if probe not in ("rademacher", "exact"):
         why = ": the gradient would lack the part that the labels' probabilities have in it" * (
             probe == "sampled"
@@ -118,7 +122,6 @@ def redundancy_loss(
             f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
         )
     view = ModelView.of(model, output)
-    refuse_surroundings(view.parameters.values())
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
@@ -129,6 +132,8 @@ def redundancy_loss(
             z = select_output(call_with(view.module, buffers, x), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
+        if ends_in_sigmoid(z):
+            warn_of_sigmoid(distribution)
         made = distribution.differentiable_cotangent(
             z, probe, range(len(z)), seed, counted=padding_mask(x, z, 0)
         )

@@ -15,6 +15,8 @@ from fastlr.ghost.model_io import OutputSelector
 from fastlr.ghost.runtime import OnProgress
 from fastlr.ops.philox import check_seed
 
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EstimateOptions:
@@ -35,7 +37,7 @@ class EstimateOptions:
     probe: str = "rademacher"
     batch_size: int | None = None
     seed: int = 0
-    dtype: torch.dtype | None = None
+    dtype: Any = None
     device: torch.device | str | None = None
     output: OutputSelector = None
     in_dim: int = 0
@@ -59,14 +61,14 @@ class EstimateOptions:
             raise InputError(
                 f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, "
                 "device, dtype): pass fastlr.ShapeImages() or another of fastlr's inputs; wrap a "
-                "tensor in fastlr.TensorInputs"
+                "tensor or a data set in fastlr.TensorInputs, of a DataLoader its loader.dataset"
             )
         if self.predictive is not None and not callable(
             getattr(self.predictive, "cotangent", None)
         ):
             raise InputError(
-                "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a "
-                "cotangent()"
+                "predictive must be fastlr.Categorical(), Bernoulli(), Gaussian() or "
+                "DiagonalGaussian(), or have a cotangent()"
             )
         if self.inputs_in_dim not in (0, self.in_dim):
             raise InputError(
@@ -76,11 +78,6 @@ class EstimateOptions:
         if self.probe not in (*PROBES, "batch"):
             raise InputError(
                 f"unknown probe {self.probe!r}: choose 'rademacher', 'sampled', 'exact' or 'batch'"
-            )
-        if self.dtype not in (None, torch.bfloat16, torch.float16):
-            raise InputError(
-                "dtype is the autocast dtype, torch.bfloat16 or torch.float16 (None: the "
-                f"model's); not {self.dtype}"
             )
         try:
             torch.device("cpu" if self.device is None else self.device)
@@ -100,6 +97,7 @@ class EstimateOptions:
         total = total_inputs(n, self.inputs, self.target_rel_stderr, min_n, self.max_n)
         batch_size = None if self.batch_size is None else count("batch_size", self.batch_size)
         checked = {
+            "dtype": autocast_dtype(self.dtype),
             "seed": seed,
             "n": n,
             "min_n": min(min_n, total),
@@ -113,6 +111,17 @@ class EstimateOptions:
     def inputs_in_dim(self) -> int:
         """Sample axis of the inputs as they are made."""
         return getattr(self.inputs, "in_dim", 0)
+
+
+def autocast_dtype(given: Any) -> torch.dtype | None:
+    """Return the dtype of autocast by its short name or itself; None for the model's own."""
+    dtype: Any = AUTOCAST.get(given, given) if isinstance(given, str) else given
+    if dtype not in AUTOCAST.values():
+        raise InputError(
+            "dtype is that of autocast, 'bf16' or 'fp16' (None or 'fp32': the model's), or torch's "
+            f"own; not {given!r}"
+        )
+    return dtype
 
 
 def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: int | None) -> int:

@@ -5,6 +5,7 @@ They make the inputs, their cotangents, and the norms.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.errors import InputError
+from fastlr.errors import FastlrWarning, InputError
 from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
-from fastlr.estimator.predictive import Categorical, Predictive
+from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import move_samples
-from fastlr.ops.deferred_checks import refuse_where
+from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
+
+LOOKED_AT = 64  # samples by whose outputs a sigmoid is told
+VIEWS = ("View", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # graph nodes
 
 
 class Passes:
@@ -41,6 +45,8 @@ class Passes:
             was seen.
         axes: of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
+        ends_in_sigmoid: True if a forward pass with its graph was seen to.
+        looked_at: how many of the first inputs have outputs between ``lowest`` and ``highest``.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure
             (for ``probe="batch"``).
     """
@@ -48,11 +54,12 @@ class Passes:
     def __init__(self, options: EstimateOptions, view: ModelView) -> None:
         self.options, self.view = options, view
         self.engine = engine_of(view)
+        self.lowest = self.highest = torch.empty(0)
         self.dtype = torch.float32
         self.renew()
         self.predictive: Any = options.predictive
         self.axes: int | None = None
-        self.padding_left_out = False
+        self.padding_left_out = self.ends_in_sigmoid = False
 
     def renew(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
@@ -61,6 +68,7 @@ class Passes:
         )
         self.dtype = next((p.dtype for p in trained), torch.float32)
         self.refusals_checked = False
+        self.looked_at = 0
 
     def inputs(self, start: int, stop: int) -> Any:
         """Return these inputs on the model's device, with the samples along its axis."""
@@ -110,7 +118,9 @@ class Passes:
     def forward(self, x: Any) -> Tensor:
         """Return the model's output, with its graph."""
         with refusals(self.view, x), self.autocast():
-            return self.view.forward(x)
+            output = self.view.forward(x)
+        self.ends_in_sigmoid = ends_in_sigmoid(output)
+        return output
 
     def cotangent(
         self, index: range | Tensor, x: Any, probe: str | None = None, *, scaled: bool = True
@@ -125,6 +135,7 @@ class Passes:
             if self.predictive is None:
                 self.predictive = default_predictive(output, out_dim)
             self.axes = output.ndim
+            self._look_for_sigmoid(output, index)
             where: dict[str, Any] = {} if out_dim == 0 else {"sample_dim": out_dim}
             if isinstance(self.predictive, Predictive):
                 counted = padding_mask(x, output, out_dim)
@@ -141,6 +152,21 @@ class Passes:
             return self.predictive.cotangent(output, probe, index, seed, **where)
 
         return cotangent
+
+    def _look_for_sigmoid(self, output: Tensor, index: range | Tensor) -> None:
+        """Warn where outputs taken for logits are a sigmoid's: by the graph, or by their values."""
+        is_next = isinstance(index, range) and index.start == self.looked_at < LOOKED_AT
+        if not is_next or not may_wait_for_device():
+            return
+        low, high = output.aminmax(dim=self.options.out_dim)
+        if self.looked_at:
+            low, high = torch.minimum(low, self.lowest), torch.maximum(high, self.highest)
+        self.lowest, self.highest = low, high
+        self.looked_at += len(index)
+        bounded = ((low >= 0) & (high <= 1)).all() & (low < high).any()  # and not always the same
+        if self.ends_in_sigmoid or (self.looked_at >= LOOKED_AT and bool(bounded)):
+            warn_of_sigmoid(self.predictive)
+            self.looked_at = LOOKED_AT
 
     def norms(self, start: int, stop: int) -> ChunkNorms:
         """Return the norms of these samples.
@@ -193,6 +219,26 @@ class Passes:
         return of_predictive(self.predictive, self.axes)
 
 
+def ends_in_sigmoid(output: Tensor) -> bool:
+    """Return True if the last operation of an output's graph is a sigmoid, but for views of it."""
+    node = output.grad_fn
+    while node is not None and node.name().startswith(VIEWS):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("Sigmoid")
+
+
+def warn_of_sigmoid(predictive: Any) -> None:
+    """Warn that the outputs are probabilities, where the distribution takes logits."""
+    if isinstance(predictive, (Categorical, Bernoulli)):
+        warnings.warn(
+            f"the outputs look like those of a sigmoid, probabilities, but {predictive!r} takes "
+            "logits, so the value is another, far too low: leave out the model's last sigmoid, "
+            "with predictive=fastlr.Bernoulli(), whose labels are 1 with probability sigmoid(z)",
+            FastlrWarning,
+            stacklevel=2,
+        )
+
+
 def default_predictive(output: Tensor, out_dim: int) -> Predictive:
     """Return Categorical() for logits [B, C >= 2].
 
@@ -204,8 +250,8 @@ def default_predictive(output: Tensor, out_dim: int) -> Predictive:
         return Categorical()
     if output.ndim == 1 or (output.ndim == 2 and 1 in shape):
         hint = (
-            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, "
-            "Gaussian(sigma) for regression"
+            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit (what comes "
+            "before a sigmoid), Gaussian(sigma) for regression"
         )
     else:
         hint = (

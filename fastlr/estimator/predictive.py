@@ -71,6 +71,17 @@ def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tens
     return index
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a predictive at an output, checked; see `Predictive.cotangent`."""
+
+    probe: str
+    index: Tensor
+    seed: int
+    sample_dim: int
+    counted: Tensor | None
+
+
 class Predictive(ABC):
     """A distribution of the label given the model's output.
 
@@ -114,9 +125,9 @@ class Predictive(ABC):
                 ``limit``.
             NonFiniteError: the output holds NaN, or values that give no distribution.
         """
-        arguments = self._checked(output, probe, index, seed, sample_dim, counted)
+        asked = self._checked(output, probe, index, seed, sample_dim, counted)
         with torch.no_grad():
-            return self._cotangent(*arguments)
+            return self._cotangent(output.detach(), asked)
 
     def differentiable_cotangent(
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
@@ -125,8 +136,7 @@ class Predictive(ABC):
 
         Not for ``"sampled"``: drawn labels have no derivative.
         """
-        arguments = self._checked(output, probe, index, seed, **where)
-        return self._cotangent(output, *arguments[1:])
+        return self._cotangent(output, self._checked(output, probe, index, seed, **where))
 
     def scaled_cotangent(
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
@@ -149,7 +159,7 @@ class Predictive(ABC):
         seed: int,
         sample_dim: int = 0,
         counted: Tensor | None = None,
-    ) -> tuple[Tensor, str, Tensor, int, int, Tensor | None]:
+    ) -> _Asked:
         if probe not in PROBES:
             raise InputError(
                 f"unknown probe {probe!r}: choose one of {', '.join(map(repr, PROBES))}"
@@ -174,18 +184,10 @@ class Predictive(ABC):
                     "inputs without padding"
                 ),
             )
-        return output.detach(), probe, index, seed, sample_dim, counted
+        return _Asked(probe, index, seed, sample_dim, counted)
 
     @abstractmethod
-    def _cotangent(
-        self,
-        z: Tensor,
-        probe: str,
-        index: Tensor,
-        seed: int,
-        sample_dim: int,
-        counted: Tensor | None,
-    ) -> Tensor | Iterator[Tensor]:
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
         """Do the work of :meth:`cotangent` on checked arguments."""
 
     def _check_count(self, count: int, what: str) -> None:
@@ -258,10 +260,9 @@ class Categorical(Predictive):
             self._moved[device] = self.mask._version, self.mask.to(device)
         return self._moved[device][1]
 
-    def _positions(
-        self, shape: torch.Size, dim: int, sample_dim: int, index: Tensor, counted: Tensor | None
-    ) -> Tensor | None:
+    def _positions(self, shape: torch.Size, dim: int, asked: _Asked) -> Tensor | None:
         """Return the mask as [B, P], or None."""
+        index, counted = asked.index, asked.counted
         if counted is not None and counted.numel() * shape[dim] != math.prod(shape):
             raise InputError(
                 f"the inputs' padding mask {tuple(counted.shape)} is not of the output's positions "
@@ -270,7 +271,7 @@ class Categorical(Predictive):
         if self.mask is None:
             return None if counted is None else counted.to(index.device).reshape(len(index), -1)
         positions = [size for axis, size in enumerate(shape) if axis != dim]
-        axis = sample_dim - (dim < sample_dim)
+        axis = asked.sample_dim - (dim < asked.sample_dim)
         mask = self._on(index.device)
         if mask.ndim == len(positions) and mask.shape[axis] > 1:
             rows = mask.shape[axis]
@@ -295,9 +296,10 @@ class Categorical(Predictive):
         return mask if counted is None else mask & counted.to(mask.device).reshape(mask.shape)
 
     def _rows(
-        self, z: Tensor, index: Tensor, sample_dim: int, counted: Tensor | None
+        self, z: Tensor, asked: _Asked
     ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
         """Logits as [B, P, C], the mask as [B, P] or None, and the way back."""
+        sample_dim = asked.sample_dim
         if not -z.ndim <= self.dim < z.ndim or self.dim % z.ndim == sample_dim:
             raise InputError(
                 f"Categorical(dim={self.dim}) on an output of shape {tuple(z.shape)} whose axis "
@@ -312,23 +314,22 @@ class Categorical(Predictive):
                 "softmax over one class is always certain; a single logit is Bernoulli(), a "
                 "regression Gaussian()"
             )
-        mask = self._positions(z.shape, dim, sample_dim, index, counted)
+        mask = self._positions(z.shape, dim, asked)
         moved = z.movedim((sample_dim, dim), (0, -1))
 
         def restore(v: Tensor) -> Tensor:
             return v.reshape(moved.shape).movedim((0, -1), (sample_dim, dim))
 
-        return moved.reshape(len(index), -1, classes), mask, restore
+        return moved.reshape(len(asked.index), -1, classes), mask, restore
 
     def scaled_cotangent(
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
     ) -> tuple[Tensor, Tensor] | None:
         """See `Predictive.scaled_cotangent`; for outputs that no kernel takes."""
-        z, probe, index, seed, sample_dim, counted = self._checked(
-            output, probe, index, seed, **where
-        )
+        asked = self._checked(output, probe, index, seed, **where)
+        z = output.detach()
         with torch.no_grad():
-            rows, mask, restore = self._rows(z, index, sample_dim, counted)
+            rows, mask, restore = self._rows(z, asked)
             if probe == "exact" or (
                 ops.backend_for(z) == "triton" and rows.shape[-1] <= _KERNEL_CLASSES
             ):
@@ -336,7 +337,7 @@ class Categorical(Predictive):
             if mask is not None and z.device.type == "cpu" and bool(mask.all()):
                 mask = None
 
-            values = categorical_values(rows, probe, index, seed)
+            values = categorical_values(rows, probe, asked.index, asked.seed)
 
             def block(samples: slice, positions: slice) -> Tensor:
                 v = values(samples, positions)
@@ -345,25 +346,16 @@ class Categorical(Predictive):
             v, exponent = scaled_blocks(block, rows.shape, z.dtype, z.device, refuse=_refuse)
             return restore(v), exponent
 
-    def _cotangent(
-        self,
-        z: Tensor,
-        probe: str,
-        index: Tensor,
-        seed: int,
-        sample_dim: int,
-        counted: Tensor | None,
-    ) -> Tensor | Iterator[Tensor]:
-        rows, mask, restore = self._rows(z, index, sample_dim, counted)
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
+        rows, mask, restore = self._rows(z, asked)
+        probe, index, seed = asked.probe, asked.index, asked.seed
         if probe == "rademacher" and not rows.requires_grad:
-            return restore(
-                _counted_only(ops.run("categorical_root_cotangent", rows, index, seed), mask)
-            )
+            v = ops.run("categorical_root_cotangent", rows, index, seed)
+            return restore(_counted_only(v, mask))
         if probe != "exact":
-            everything = slice(0, len(rows)), slice(0, rows.shape[1])
-            return restore(
-                _counted_only(categorical_values(rows, probe, index, seed)(*everything), mask)
-            )
+            values = categorical_values(rows, probe, index, seed)
+            v = values(slice(0, len(rows)), slice(0, rows.shape[1]))
+            return restore(_counted_only(v, mask))
         root = _counted_only((rows.double().log_softmax(-1) / 2).exp_(), mask)
         classes = rows.shape[-1]
         positions = range(rows.shape[1]) if mask is None else mask.any(0).nonzero()[:, 0].tolist()
@@ -430,35 +422,24 @@ class Bernoulli(Predictive):
         """Return the constructor call."""
         return "Bernoulli()"
 
-    def _cotangent(
-        self,
-        z: Tensor,
-        probe: str,
-        index: Tensor,
-        seed: int,
-        sample_dim: int,
-        counted: Tensor | None,
-    ) -> Tensor | Iterator[Tensor]:
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN where a sigmoid is taken: no predictive distribution exists; "
             "look for overflow in the model (its dtype, its weights)"
         )
         refuse_where(z.isnan(), lambda: NonFiniteError(message))
-        moved = z.movedim(sample_dim, 0)
-        z = moved.reshape(len(index), moved[:1].numel()).double()
-        if probe == "sampled":
+        moved = z.movedim(asked.sample_dim, 0)
+        z = moved.reshape(len(asked.index), moved[:1].numel()).double()
+        if asked.probe == "sampled":
             rare = torch.sigmoid(-z.abs())  # probability of the less likely label
-            drawn = uniforms(index, z.shape[1], seed) < rare
+            drawn = uniforms(asked.index, z.shape[1], asked.seed) < rare
             v = torch.where(drawn, 1 / (1 + (-z.abs()).exp()), -rare) * torch.where(
                 z > 0, -1.0, 1.0
             )
-        else:
-            half = (-z.abs() / 2).exp()
-            v = half / (1 + half * half)
-            if probe == "exact":
-                return _element_passes(self, v, moved.shape, sample_dim)
-            v = v * signs(index, z.shape[1], seed)
-        return v.reshape(moved.shape).movedim(0, sample_dim)
+            return v.reshape(moved.shape).movedim(0, asked.sample_dim)
+        half = (-z.abs() / 2).exp()
+        root = half / (1 + half * half)
+        return _by_diagonal_root(self, root, asked, moved.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -489,28 +470,105 @@ class Gaussian(Predictive):
         """Return the constructor call."""
         return f"Gaussian(sigma={self.sigma})"
 
-    def _cotangent(
-        self,
-        z: Tensor,
-        probe: str,
-        index: Tensor,
-        seed: int,
-        sample_dim: int,
-        counted: Tensor | None,
-    ) -> Tensor | Iterator[Tensor]:
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow "
             "in the model (its dtype, its weights)"
         )
         refuse_where(~z.isfinite(), lambda: NonFiniteError(message))
-        moved = z.movedim(sample_dim, 0)
-        shape = (len(index), moved[:1].numel())
-        if probe == "exact":
-            scale = torch.full(shape, 1 / self.sigma, dtype=torch.float64, device=z.device)
-            return _element_passes(self, scale, moved.shape, sample_dim)
-        draw = signs if probe == "rademacher" else normals
-        v = draw(index, shape[1], seed) / self.sigma
-        return v.reshape(moved.shape).movedim(0, sample_dim)
+        moved = z.movedim(asked.sample_dim, 0)
+        shape = (len(asked.index), moved[:1].numel())
+        if asked.probe == "sampled":
+            v = normals(asked.index, shape[1], asked.seed) / self.sigma
+            return v.reshape(moved.shape).movedim(0, asked.sample_dim)
+        root = torch.full(shape, 1 / self.sigma, dtype=torch.float64, device=z.device)
+        return _by_diagonal_root(self, root, asked, moved.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalGaussian(Predictive):
+    """P = N(mean, diag(deviation^2)), both learned, as a stochastic policy's or a forecast's.
+
+    The output holds the means and then the logarithms of the deviations, in equal halves of the
+    axis ``dim``. Log-likelihoods are summed. With respect to mean and log deviation the Fisher
+    matrix is ``diag(1 / deviation^2, 2)``. Rademacher: ``v = (xi / deviation, sqrt(2) xi')`` with
+    random signs. Sampled: ``v = (noise / deviation, noise^2 - 1)`` with normal noise.
+
+    Args:
+        dim: the axis of the output that holds both, of an even size.
+        limit: most backward passes that ``probe="exact"`` may take: one for each output element of
+            a sample.
+
+    >>> output = torch.tensor([[3.0, 0.0]])  # mean 3, deviation 1
+    >>> DiagonalGaussian().cotangent(output, "rademacher", range(1), seed=0).abs()
+    tensor([[1.0000, 1.4142]], dtype=torch.float64)
+    """
+
+    dim: int = -1
+    _: KW_ONLY
+    limit: int = 1024
+
+    def __repr__(self) -> str:
+        """Return the constructor call."""
+        return f"DiagonalGaussian(dim={self.dim})"
+
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
+        sample_dim = asked.sample_dim
+        log_deviation = self._log_deviation(z, sample_dim)
+        precision = torch.exp(-log_deviation)
+        message = (
+            "the output holds NaN or infinity where a Gaussian's mean and log deviation are taken, "
+            "or a log deviation too small for a float; look for overflow in the model"
+        )
+        refuse_where(
+            ~(z.isfinite().all() & precision.isfinite().all()), lambda: NonFiniteError(message)
+        )
+        if asked.probe == "sampled":
+            moved = log_deviation.movedim(sample_dim, 0)
+            noise = normals(asked.index, moved[:1].numel(), asked.seed)
+            noise = noise.reshape(moved.shape).movedim(0, sample_dim)
+            return torch.cat([noise * precision, noise.square() - 1], self.dim)
+        root_two = torch.full_like(precision, math.sqrt(2))
+        root = torch.cat([precision, root_two], self.dim).movedim(sample_dim, 0)
+        rows = root.reshape(len(asked.index), root[:1].numel())
+        return _by_diagonal_root(self, rows, asked, root.shape)
+
+    def _log_deviation(self, z: Tensor, sample_dim: int) -> Tensor:
+        """Return the second half of the output, in float64."""
+        if not -z.ndim <= self.dim < z.ndim or self.dim % z.ndim == sample_dim:
+            raise InputError(
+                f"{self!r} on an output of shape {tuple(z.shape)} whose axis {sample_dim} numbers "
+                "the samples: dim must be another axis"
+            )
+        size = z.shape[self.dim]
+        if size < 2 or size % 2:
+            raise InputError(
+                f"axis {self.dim} of the output {tuple(z.shape)} has size {size}: give the means "
+                "and then as many log deviations; a Gaussian of fixed deviation is Gaussian(sigma)"
+            )
+        return z.narrow(self.dim, size // 2, size // 2).double()
+
+
+def _by_diagonal_root(
+    predictive: Predictive,
+    root: Tensor,  # [B, E]
+    asked: _Asked,
+    shape: torch.Size,
+) -> Tensor | Iterator[Tensor]:
+    """Return cotangents by a diagonal root of the Fisher matrix.
+
+    For "exact" they are its columns one by one, for "rademacher" all of them with random signs.
+
+    Args:
+        predictive: for messages, and its limit of passes.
+        root: the diagonal, of each sample.
+        asked: of the predictive.
+        shape: of the output with its samples in front.
+    """
+    if asked.probe == "exact":
+        return _element_passes(predictive, root, shape, asked.sample_dim)
+    v = root * signs(asked.index, root.shape[1], asked.seed)
+    return v.reshape(shape).movedim(0, asked.sample_dim)
 
 
 def _element_passes(

@@ -15,7 +15,12 @@ from fastlr.errors import FastlrWarning, InputError
 from fastlr.estimator.identity import same_inputs, same_predictive
 from fastlr.estimator.statistics import Moments, count, in_unit, ratio
 
-_TOLD = ("Bernoulli", "Categorical", "Gaussian")  # predictives whose text says all, but a mask
+_TOLD = (
+    "Bernoulli",
+    "Categorical",
+    "DiagonalGaussian",
+    "Gaussian",
+)  # predictives whose text says all, but a mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,8 +107,8 @@ class Estimate:
         Raises:
             InputError: epsilon negative or not finite, n < 1, unknown unit.
         """
-        if not (math.isfinite(epsilon) and epsilon >= 0):
-            raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
+        if not hasattr(epsilon, "__float__") or not (math.isfinite(epsilon) and epsilon >= 0):
+            raise InputError(f"epsilon must be a finite number of at least 0, not {epsilon!r}")
         number = (self.inputs_used or self.n) if n is None else count("n", n)
         return in_unit(epsilon * number * self.value, unit)
 
@@ -202,6 +207,11 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
         InputError: seeds, inputs, predictives, n or probes differ (for ``probe="batch"`` also the
             batches' sizes), or the per-sample values are missing.
     """
+    if not (isinstance(a, Estimate) and isinstance(b, Estimate)):
+        raise InputError(
+            "paired_difference takes two results of fastlr.estimate, whose samples it pairs, not "
+            f"{type(a).__name__} and {type(b).__name__}"
+        )
     batches = ("batch_size",) if a.probe == "batch" else ()
     for name in ("probe", "seed", "n", "inputs_used", "inputs_digest", *batches):
         left, right = getattr(a, name), getattr(b, name)

@@ -196,9 +196,7 @@ def regression_memorization_bound(
     >>> regression_memorization_bound(10, 2, variance=1.0, mse=0.25, unit="bits")
     20.0
     """
-    for name, count in (("n", n), ("m", m)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"{name} must be an integer of at least 1, not {count!r}")
+    n, m = count("n", n), count("m", m)
     variance, mse = float(variance), float(mse)
     for name, value in (("variance", variance), ("mse", mse)):
         if not (math.isfinite(value) and value > 0):

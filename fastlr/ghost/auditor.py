@@ -15,7 +15,13 @@ from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
-from fastlr.ghost.planner import Chunk, batch_of, compared, interaction, prove_as_it_is
+from fastlr.ghost.planner import (
+    Chunk,
+    batch_of,
+    compared,
+    interaction,
+    let_a_proof_name_the_culprit,
+)
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
@@ -112,9 +118,9 @@ class SampleAudit:
             return {}
         stand_in = StandIn(view, batch.pick([j, j]))
         stand_in.take_known_clone()
-        own = Subject.of(view, stand_in)
-        wide = own.state_in(torch.float64)
-        in_double = own.with_tensors(wide, torch.float64)
+        model = Subject.of(view, stand_in)
+        wide = model.state_in(torch.float64)
+        in_double = model.with_tensors(wide, torch.float64)
         for n, p in view.parameters.items():
             wide[n].requires_grad_()
             for hook in (p._backward_hooks or {}).values():
@@ -125,8 +131,9 @@ class SampleAudit:
                 return in_double.output(batch.pick(samples))
 
         samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
+        own = [view.row(v, j).double()]
         try:
-            beside = stand_in.trusted(lambda: samples.run(j, [view.row(v, j).double()], [2]))
+            beside = stand_in.by_clone_or_model(lambda: samples.run(j, own, [2]))
         except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
@@ -134,12 +141,12 @@ class SampleAudit:
         return {n: (exact[n] - t).abs() for n, t in zip(view.parameters, truth, strict=True) if t}
 
 
-def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, fresh: bool) -> SampleAudit:
+def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, plan_is_new: bool) -> SampleAudit:
     """Run a sample beside a copy of itself, and require that it gives its row of the output.
 
     Raises:
-        Disproved: it gives another, and not ``fresh``: so what is known of the model is no longer
-            true.
+        Disproved: it gives another by an earlier batch's plan: so what is known of the model is no
+            longer true.
         FoldRefuted: it gives another because of the folding.
         InteractionError: it gives another.
     """
@@ -147,13 +154,13 @@ def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, fresh: bool) -> SampleA
     audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
     if audit.has_its_output(chunk.z.detach()):
         return audit
-    if not fresh:
+    if not plan_is_new:
         raise Disproved(
             sample,
             f"sample {sample} alone gives another output than within its batch of {chunk.count}",
         )
     compared(chunk)
-    prove_as_it_is(chunk, batch)
+    let_a_proof_name_the_culprit(chunk, batch)
     raise interaction(chunk)
 
 
@@ -162,7 +169,7 @@ def audited(
     norms: dict[str, Tensor],
     run: Callable[[], Tensor],
     *,
-    fresh: bool,
+    plan_is_new: bool,
 ) -> dict[str, str]:
     """Hold the norms of a batch to the exact ones of an audited sample.
 
@@ -170,7 +177,7 @@ def audited(
         audit: of the sample.
         norms: of all samples, by parameter.
         run: runs the batch again, as it is measured.
-        fresh: whether the plan is this batch's own.
+        plan_is_new: whether the plan is this batch's own.
 
     Returns:
         The parameters whose norms are not the exact ones, and what the audit found of each.
@@ -181,7 +188,7 @@ def audited(
     of_sample = {name: value[audit.sample] for name, value in norms.items()}
     wrong = audit.refuted(of_sample, run)
     off = audit.off(of_sample, wrong)
-    if wrong and not fresh:
+    if wrong and not plan_is_new:
         worst = max(off, key=lambda name: off[name])
         raise Disproved(
             audit.sample,

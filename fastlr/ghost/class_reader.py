@@ -36,7 +36,6 @@ from fastlr.ghost.tokens import (
     from_user,
     number,
     packaged,
-    packaged_function,
     token_hash,
 )
 from fastlr.ops.recent import Recent
@@ -49,7 +48,7 @@ _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__",
 def _of_function(value: FunctionType) -> Sequence[Any]:
     """What decides what a function does: code, defaults, closure, attributes, globals it names."""
     held, defaults, keywords, closure, attributes = _PARTS(value)
-    _, names = code(held)
+    names = code(held).names
     parts: list[Any] = [held]
     if defaults:
         parts.append(defaults)
@@ -115,6 +114,11 @@ class _Found(NamedTuple):
     kinds: list[type]
     sizes: list[int]
 
+    @property
+    def identity(self) -> tuple:
+        """What is the same where values lead to the same, and holds none of the objects."""
+        return list(map(id, self.objects)), self.kinds, self.sizes
+
 
 def _found(values: Iterable[Any], most: int) -> _Found | None:
     """Return all that some values lead to, or None if it is more than ``most`` objects.
@@ -122,23 +126,19 @@ def _found(values: Iterable[Any], most: int) -> _Found | None:
     What is met again is not followed again, nor what lies deeper than a `Reader` reads.
     """
     objects, kinds, sizes = list[Any](), list[type](), list[int]()
-    seen: set[int] = set()
+    followed: dict[int, Any] = {}
     level = list(values)
     for _ in range(LEVELS):
         objects += level
         if not level or len(objects) > most:
             break
-        below: list[Any] = []
-        for value in level:
-            kind = type(value)
-            if kind in _LEAVES or id(value) in seen:
-                continue
-            seen.add(id(value))
-            parts = _LEADS_TO.get(kind, _of_object)(value)
-            kinds.append(kind)
-            sizes.append(len(parts))
-            below += parts
-        level = below
+        leading = {id(value): value for value in level if type(value) not in _LEAVES}
+        new = [value for key, value in leading.items() if key not in followed]
+        followed |= leading
+        parts = [_LEADS_TO.get(type(value), _of_object)(value) for value in new]
+        kinds += map(type, new)
+        sizes += map(len, parts)
+        level = list(chain.from_iterable(parts))
     return _Found(objects, kinds, sizes) if len(objects) <= most else None
 
 
@@ -185,7 +185,7 @@ def _unchanging(value: Any) -> bool:
     """Return True if a value of a global name is a module, or a function or class of a package."""
     kind = type(value)
     if kind is FunctionType:
-        return packaged_function(value)
+        return code(value.__code__).installed
     if issubclass(kind, type):
         return closed(value) or issubclass(value, nn.Module)
     return issubclass(kind, ModuleType) or kind is BuiltinFunctionType
@@ -201,9 +201,8 @@ class _Contents(NamedTuple):
         names: of all that the classes' dicts have, one dict after the other.
         settled: of each class the names of what is settled.
         others: of each class the names of whatever else is to be read.
-        ids: of all objects that the settled values lead to.
-        kinds: see `_Found`.
-        sizes: see `_Found`.
+        size: number of all objects that the settled values lead to.
+        identity: of what they lead to (`_Found.identity`).
         plain: those of these objects that are plain values or code, so that no other has their id.
         alive: weak references to those of them that are no containers.
         token: the hash of the settled values.
@@ -212,9 +211,8 @@ class _Contents(NamedTuple):
     names: list[str]
     settled: list[list[str]]
     others: list[list[str]]
-    ids: list[int]
-    kinds: list[type]
-    sizes: list[int]
+    size: int
+    identity: tuple
     plain: list[Any]
     alive: list[weakref.ref]
     token: bytes
@@ -227,16 +225,11 @@ class _Contents(NamedTuple):
         if list(chain.from_iterable(dicts)) != self.names:
             return False
         try:
-            found = _found(_values(dicts, self.settled), len(self.ids))
+            found = _found(_values(dicts, self.settled), self.size)
         except Exception:
             return False
-        return (
-            found is not None
-            and list(map(id, found.objects)) == self.ids
-            and found.kinds == self.kinds
-            and found.sizes == self.sizes
-            and None not in [one() for one in self.alive]
-        )
+        leads_to_the_same = found is not None and found.identity == self.identity
+        return leads_to_the_same and None not in [one() for one in self.alive]
 
 
 _known: Recent[tuple[int, ...], _Contents] = Recent()  # by the classes' numbers
@@ -282,9 +275,8 @@ def _read(kinds: Sequence[type], dicts: Sequence[Mapping[str, Any]]) -> _Content
         names=list(chain.from_iterable(dicts)),
         settled=settled,
         others=others,
-        ids=list(map(id, found.objects)),
-        kinds=found.kinds,
-        sizes=found.sizes,
+        size=len(found.objects),
+        identity=found.identity,
         plain=[one for one in found.objects if type(one) in _LEAVES],
         alive=[weakref.ref(one) for one in found.objects if type(one) not in _UNTOLD],
         token=token_hash((*map(len, settled), *tokens)),

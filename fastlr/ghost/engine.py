@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import BufferKeeper, emptied, put_back
-from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
@@ -116,16 +115,6 @@ class Engine:
         return self._current.ledger
 
     @property
-    def proofs(self) -> int:
-        """How many proofs were made of the model."""
-        return self.known.proofs
-
-    @property
-    def comparisons(self) -> int:
-        """How many batches' outputs were compared with those of their parts."""
-        return self.known.comparisons
-
-    @property
     def _hooked_parameters(self) -> bool:
         """Return True if hooks of parameters may change their gradients.
 
@@ -158,22 +147,22 @@ class Engine:
             InputError, ModelError and its kinds: see fastlr.errors.
         """
         self.view = self.view.renewed()
-        refuse_surroundings(self.parameters.values())
         x = self.view.inputs(x)
-        calls_refused = self.folding.calls_refused
+        blocks = self.folding.blocks
+        reason_before = blocks.why_no_call_is_replaced
         modules = all_modules(self.model)
         training = any(m.training for m in modules)
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
-            put_back(self._buffers.keep(modules, unseen=training)),
+            put_back(self._buffers.keep(modules, unseen_writes=training)),
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
         ):
             try:
                 with refusals(self.view, x), self.without_caches(x):
                     return self._run_with_less_folded_where_it_fails(x, cotangent)
             except Exception:
-                self.folding.calls_refused = calls_refused  # it was not the folding's fault
+                blocks.why_no_call_is_replaced = reason_before  # it was not the folding's fault
                 raise
 
     def prove(self, x: Any) -> Ledger:
@@ -190,53 +179,51 @@ class Engine:
         Then only convolutions and norms are folded; where that fails, too, nothing is. Where
         nothing is and it fails all the same, the folding was not to blame.
         """
+        blocks = self.folding.blocks
         try:
             return self._run_until_it_holds(x, cotangent)
-        except (InputError, NonFiniteError, CheckpointError):
-            raise
         except Exception as error:
-            folds = self.folding.active or self.folding.seen
-            if not folds or out_of_memory(error):
+            if not self._may_be_the_foldings_fault(error):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         # Outside the handler, so that its traceback frees the memory of what failed.
-        if self.folding.replaced and not self.folding.calls_refused:
-            self.folding.refuse_replaced_calls(reason)
+        if blocks.replaces_calls:
+            blocks.replace_no_calls(reason)
             return self._run_with_less_folded_where_it_fails(x, cotangent)
         with unfolded():
             result = self._run_until_it_holds(x, cotangent)
-        self.folding.fold_nothing(reason)
+        blocks.fold_nothing(reason)
         return result
+
+    def _may_be_the_foldings_fault(self, error: Exception) -> bool:
+        """Return True if the model might not raise the error if it ran as it says."""
+        of_the_call = isinstance(error, (InputError, NonFiniteError, CheckpointError))
+        could_be = self.folding.blocks.may_have_changed_the_pass
+        return could_be and not of_the_call and not out_of_memory(error)
 
     def _run_until_it_holds(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Run a batch, and again where a pass has found out something that changes the next."""
         while True:
             try:
                 return self._run_once(x, cotangent)
-            except (Rerouted, CheckpointError, Disproved, FoldRefuted) as found:
-                self._take_up(found)
+            except Rerouted:
+                assert self.ledger.rules_given_up, "the next pass would be rerouted like this one"
+            except Disproved as failure:
+                self._distrust(failure)
+            except FoldRefuted as refuted:
+                self._fold_less(refuted)
+            except CheckpointError as error:
+                if self.ledger.loop.issuperset(self.parameters):
+                    raise
+                reason = f"activation checkpointing: {first_line(error)}"
+                self.ledger.to_loop(self.parameters, reason)
 
-    def _take_up(self, found: Exception) -> None:
-        """Have the next pass of the batch go by what the last one has found out.
-
-        Args:
-            found: that a part of the model must not be folded, that a proof no longer holds, that
-                only the loop gets checkpoints right, or that a rule does not apply, which the
-                ledger knows already.
-        """
-        if isinstance(found, FoldRefuted):
-            if found.names:
-                self.folding.refuse_blocks(found.names, found.reason)
-            else:
-                self.folding.fold_nothing(found.reason)
-        elif isinstance(found, Disproved):
-            self._distrust(found)
-        elif isinstance(found, Rerouted):
-            pass  # `norms_by_rules` has entered the rule as given up: the next pass goes without it
-        elif isinstance(found, CheckpointError):
-            if self.ledger.loop.issuperset(self.parameters):
-                raise found
-            self.ledger.to_loop(self.parameters, f"activation checkpointing: {first_line(found)}")
+    def _fold_less(self, refuted: FoldRefuted) -> None:
+        """Leave what did not give the exact norms unfolded from now on."""
+        if refuted.weights:
+            self.folding.blocks.refuse_blocks(refuted.weights, refuted.reason)
+        else:
+            self.folding.blocks.fold_nothing(refuted.reason)
 
     def _distrust(self, failure: Disproved) -> None:
         """Prove the model anew, as a sample refutes what was proven earlier.
@@ -250,7 +237,7 @@ class Engine:
             "that it depends on has changed unseen. It is proven anew for this batch; results "
             "since the last audit that passed may be wrong",
             FastlrWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
 
     def distrust(self) -> None:
@@ -263,7 +250,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Drop what is known of the model with the flags of the last call, at all levels."""
-        self.known.forget(self._current.flags)
+        self.known.by_flags.drop(self._current.flags)
         self._current = KnownFlags(())
 
     def by_loop_from_now_on(self, names: Iterable[str]) -> None:
@@ -278,7 +265,7 @@ class Engine:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
         self._plan = None
-        self._prove_before_memory_is_held(x)
+        self._prove_first_if_parameters_come_on_demand(x)
         chunk = self._chunk_of(x)
         several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
         first = next(several)
@@ -292,15 +279,18 @@ class Engine:
         self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, self._routes())
 
-    def _prove_before_memory_is_held(self, x: Any) -> None:
-        """Prove what is not proven before the batch's graph is made, which then holds no memory.
+    def _prove_first_if_parameters_come_on_demand(self, x: Any) -> None:
+        """Prove what is not proven on a graph of the batch that holds no memory.
 
-        So where parameters are in memory only while something uses them.
+        Parameters that are in memory only while something uses them would stay there with a graph
+        that saves them, beside those that the proof asks for.
         """
-        if not self.view.parameters_in_memory and self.known.of_flags(self._flags()) is None:
-            with self.view.structure_only():
-                chunk = self._chunk_of(x)
-            proven(chunk)
+        if self.view.parameters_in_memory or self._flags() in self.known.by_flags:
+            return
+        memory_is_left_to_the_proof = self.view.graphs_without_saved_tensors()
+        with memory_is_left_to_the_proof:
+            chunk = self._chunk_of(x)
+        proven(chunk)
 
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
@@ -322,13 +312,14 @@ class Engine:
         The first time a forward pass is watched for what its graph does not show.
         """
         flags = self._flags()
-        known = self.known.of_flags(flags)
+        known = self.known.by_flags.get(flags)
         if known is None:
             given = copied(x)
             statistics, hooks_tensors = program.observed(
                 self.model, lambda: self.view.forward(given)
             )
-            known = self.known.enter(KnownFlags(flags, statistics, hooks_tensors))
+            known = KnownFlags(flags, statistics, hooks_tensors)
+            self.known.by_flags.put(flags, known)
         return known
 
     def _output(self, x: Any, known: KnownFlags) -> Tensor:
@@ -337,22 +328,28 @@ class Engine:
         Its norms are not compared with anything: they are the model's own.
         """
         shapes = input_shapes(x)
-        one = known.shapes_of_one_sample.get(shapes) is not None
-        with unfolded() if one else nullcontext():
-            z = self._forward(x)
-        if self.view.sample_count(z) == 1 and self.folding.active:
+        if shapes in known.shapes_of_one_sample:
+            return self._forward_unfolded(x)
+        z = self._forward(x)
+        nothing_to_compare_norms_with = self.view.sample_count(z) == 1
+        if nothing_to_compare_norms_with and self.folding.blocks.has_folded:
             known.shapes_of_one_sample.put(shapes, True)
-            with unfolded():
-                z = self._forward(x)
+            return self._forward_unfolded(x)
         return z
+
+    def _forward_unfolded(self, x: Any) -> Tensor:
+        """Run the model as it says."""
+        with unfolded():
+            return self._forward(x)
 
     def _forward(self, x: Any) -> Tensor:
         """Run the model folded, on copies of the inputs unless it is known to write to none."""
-        given = x if self._writes_inputs is False else copied(x)
+        is_known_to_write_none = self._writes_inputs is False
+        given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
         z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
         written = times_written(given) != before
-        if written and self._writes_inputs is False:
+        if written and is_known_to_write_none:
             self._writes_inputs = True
             raise InputError(
                 "the model has written to its inputs, as it had not before: they are changed; "
@@ -363,11 +360,13 @@ class Engine:
 
     def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:
         """Run a random sample of the batch beside a copy of itself, if an audit is due."""
-        hooked = chunk.flags.hooked or self._hooked_parameters
-        if chunk.count == 1 or not self.audits.due(fresh=plan.fresh or hooked):
+        hooks_may_change_gradients = chunk.flags.hooked or self._hooked_parameters
+        is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
+        if not chunk.needs_rules or not is_due:
             return None
         with self.audits.timed():
-            return begin_audit(chunk, self.audits.draw(chunk.count), v, fresh=plan.fresh)
+            sample = self.audits.draw(chunk.count)
+            return begin_audit(chunk, sample, v, plan_is_new=plan.is_new)
 
     def _norms(
         self, chunk: Chunk, plan: Plan, one: Pass, audit: SampleAudit | None = None
@@ -376,7 +375,7 @@ class Engine:
 
         By rules where they hold, by the loop over samples elsewhere.
         """
-        if chunk.count == 1:
+        if not chunk.needs_rules:
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
         by_loop = plan.by_loop
         norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
@@ -401,7 +400,7 @@ class Engine:
         def run_again() -> Tensor:
             return self._forward(chunk.x)
 
-        wrong = audited(audit, norms, run_again, fresh=plan.fresh)
+        wrong = audited(audit, norms, run_again, plan_is_new=plan.is_new)
         self.audits.passed += not wrong
         for name, reason in wrong.items():
             chunk.ledger.send_to_loop(name, reason)
@@ -501,7 +500,7 @@ class Engine:
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, z.detach()
 
-    def audit(
+    def audit_planned(
         self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
     ) -> bool:
         """Return True if a random sample of a batch has its own output and norms.
@@ -521,13 +520,15 @@ class Engine:
             batch = self.view.batch(x, plan.count)
             sample = self.audits.draw(batch.count)
             audit = SampleAudit(self.view, self.ledger, batch, sample, one.v)
-            of_sample = table[:, sample] / one.unscaling[sample]
-            norms = dict(zip(self.parameters, of_sample, strict=True))
-            right = audit.has_its_output(output) and not audit.refuted(
-                norms, lambda: self._forward(x)
-            )
-        self.audits.passed += right
-        return right
+            norms_of_sample = table[:, sample] / one.unscaling[sample]
+            norms = dict(zip(self.parameters, norms_of_sample, strict=True))
+
+            def run_again() -> Tensor:
+                return self._forward(x)
+
+            is_right = audit.has_its_output(output) and not audit.refuted(norms, run_again)
+        self.audits.passed += is_right
+        return is_right
 
 
 def _refuse_output_not_finite(z: Tensor) -> None:

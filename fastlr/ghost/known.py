@@ -46,8 +46,7 @@ class Key(NamedTuple):
 
         And with the inputs that carry no samples, as far as a forward pass may branch on them.
         """
-        sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
-        shapes = count, sizes, saved_axes(graph)
+        shapes = count, tuple(map(graph.sizes, range(len(graph.nodes)))), saved_axes(graph)
         return Key(graph.signature(), shapes, program, shared_inputs)
 
     @property
@@ -137,14 +136,14 @@ class Plan:
         structure: of the batch's graph.
         shapes: of its shapes and program.
         key: by what these are found.
-        fresh: True if nothing was planned for its shapes and program before.
+        is_new: True if nothing was planned for its shapes and program before.
     """
 
     flags: KnownFlags
     structure: KnownStructure
     shapes: ShapePlan
     key: Key
-    fresh: bool
+    is_new: bool
 
     @property
     def count(self) -> int:
@@ -161,6 +160,7 @@ class Known:
     """What is known of one model: a tree of caches, flags at its root.
 
     Attributes:
+        by_flags: what is known of it in each state of its flags, by these.
         few_samples: on how many samples it is proven.
         emptied: of the dicts of tensors in it, those that our forward passes run without.
         proofs: how many were made.
@@ -168,19 +168,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
+        self.by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
         self.few_samples = FewSamples()
         self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
         self.proofs = self.comparisons = 0
-
-    def of_flags(self, flags: tuple) -> KnownFlags | None:
-        """Return what is known of the model with these flags."""
-        return self._by_flags.get(flags)
-
-    def enter(self, known: KnownFlags) -> KnownFlags:
-        """Keep the first that is known of the model with some flags."""
-        return self._by_flags.put(known.flags, known)
-
-    def forget(self, flags: tuple) -> None:
-        """Drop what is known of the model with these flags, at all levels."""
-        self._by_flags.drop(flags)

@@ -18,7 +18,7 @@ from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
-from fastlr.ghost.surroundings import refuse_unreadable
+from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
@@ -59,8 +59,12 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Parameter]:
+def trainable(
+    model: nn.Module, *, shards: bool = False, named: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
     """Return the parameters that require grad, by name; a parameter held twice is counted once.
+
+    ``named``: all of the model's parameters, where they are known already.
 
     Raises ModelError if there is none, or if one is uninitialised or complex; sharded, unless
     ``shards`` lets them be where the model is under ``fully_shard``.
@@ -73,7 +77,7 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
             "fastlr.integrations do so, but for Avalanche's)"
         )
     parameters = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (named or dict(model.named_parameters())).items():
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -91,7 +95,8 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
         parameters[name] = parameter
     if not parameters:
         raise ModelError(
-            "the model has no trainable parameters: call requires_grad_(True) on those that count"
+            "the model has no trainable parameters: call requires_grad_(True) on those that count; "
+            "of a quantised model measure the one that it was made from"
         )
     return parameters
 
@@ -145,7 +150,7 @@ class ModelView:
 
         ModelError if there is none, or one that cannot be measured.
         """
-        return trainable(self.module)
+        return trainable(self.module, named=self.named)
 
     @cached_property
     def held(self) -> dict[str, nn.Parameter]:
@@ -178,7 +183,7 @@ class ModelView:
         return not on_demand.active()
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes_for_results(self) -> tuple[str, ...]:
         """What the user of a result is told of where the parameters were."""
         return on_demand.notes()
 
@@ -189,25 +194,28 @@ class ModelView:
 
     def saved_tensor_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return hooks of saved tensors that keep no graph for ever, as a tensor itself would."""
-        return on_demand.hooks() or (Tensor.detach, lambda t: t)
+        keep_without_graph = (Tensor.detach, lambda kept: kept)
+        return on_demand.hooks() or keep_without_graph
 
-    def structure_only(self) -> AbstractContextManager[None]:
+    def graphs_without_saved_tensors(self) -> AbstractContextManager[None]:
         """Make graphs within this context that can be walked, but not run backward.
 
         So they save nothing where parameters are not in memory.
         """
-        return on_demand.structure_only()
+        return on_demand.graphs_without_saved_tensors()
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
 
         Raises:
             InputError: an input tensor is empty, nested, on another device or within a transform of
-                torch.func.
-            NonFiniteError: one holds NaN.
+                torch.func; nothing can be measured here (see `refuse_surroundings`).
+            NonFiniteError: one holds NaN. ModelError: the model has no parameters.
         """
+        parameters = list(self.named.values() or self.parameters.values())
+        refuse_surroundings(parameters)
         x = as_inputs(x)
-        device = next(iter(self.named.values())).device
+        device = parameters[0].device
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
@@ -232,7 +240,7 @@ class ModelView:
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""
-        with self.structure_only():
+        with self.graphs_without_saved_tensors():
             return self.forward(x).detach()
 
     def sample_count(self, z: Tensor) -> int:

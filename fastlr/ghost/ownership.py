@@ -320,6 +320,24 @@ def _matrices(s: Step) -> Regular | None:
 
 _list("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv", _matrices)
 _list("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
+
+
+def _solved(s: Step) -> Regular | None:
+    """Solutions of A X = B, or of X A = B (slots 0 and 1): each system alone.
+
+    Of one system, each column of B alone, or each row of it where A is on the right. B may be a
+    vector for each system: then the solution has an axis less than A.
+    """
+    from_end = len(s.outer) - s.layout.dim
+    of_vectors = "SolveEx" in s.name and s.node._saved_A.ndim > len(s.outer)
+    if from_end > (1 if of_vectors else 2):
+        return s.at(len(s.inner) - from_end - (of_vectors and s.slot == 0))
+    beside = 1 if s.node._saved_left else 2
+    is_beside = s.slot == 1 and from_end == beside and not of_vectors
+    return s.at(len(s.inner) - from_end) if is_beside else None
+
+
+_list("LinalgSolveEx LinalgSolveTriangular", _solved, "left")
 _list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 
@@ -432,11 +450,11 @@ class RowsOfGraph(NamedTuple):
 
     Attributes:
         known: the layout of every output on the sample side whose rows are known.
-        hidden_by: the first kind of node below which they are not; "" if they are known everywhere.
+        lost_at: the first kind of node below which they are not; "" if they are known everywhere.
     """
 
     known: dict[Place, Regular]
-    hidden_by: str = ""
+    lost_at: str = ""
 
 
 def trace(graph: Graph, z: Tensor, out_dim: int) -> RowsOfGraph:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastlr.errors import FastlrError, InputError, InteractionError, first_line
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
+from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
@@ -32,7 +32,8 @@ from fastlr.ghost.verification.batch_checks import (
     likely_layouts,
 )
 from fastlr.ghost.verification.company import copies_of_each, in_batch_of
-from fastlr.ghost.verification.forward_checks import SAMPLES
+from fastlr.ghost.verification.few_samples import takes_even_only
+from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
@@ -82,6 +83,11 @@ class Chunk:
         return self.flags.ledger
 
     @property
+    def needs_rules(self) -> bool:
+        """True but for a single sample: plain autograd measures that, without rules or layouts."""
+        return self.count > 1
+
+    @property
     def key_of_inputs(self) -> tuple:
         """By what is found which of the inputs carry samples."""
         return self.count, input_shapes(self.x), self.key.program, self.key.shared_inputs
@@ -101,16 +107,16 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
     """
     structure = proven(chunk)
     shapes = structure.plans.get(chunk.key.plan)
-    fresh = shapes is None
-    if chunk.count == 1:
-        shapes = ShapePlan({})  # there is nothing to find, and nothing to keep
+    is_new = shapes is None
+    if not chunk.needs_rules:
+        shapes = ShapePlan({})
     elif shapes is None or shapes.reason_to_look or look:
         if chunk.compared is None:
             compared(chunk)
-        try_program(chunk)
-        shapes = known_of_the_graph(chunk, structure, fresh=fresh)
+        prove_in_float64_that_samples_do_not_interact(chunk)
+        shapes = known_of_the_graph(chunk, structure, is_new=is_new)
         structure.plans.put(chunk.key.plan, shapes)
-    return Plan(chunk.flags, structure, shapes, chunk.key, fresh)
+    return Plan(chunk.flags, structure, shapes, chunk.key, is_new)
 
 
 # -- proven
@@ -134,8 +140,8 @@ def proven(chunk: Chunk) -> KnownStructure:
 
 def _fits(chunk: Chunk, known: KnownStructure) -> bool:
     """Return True if nodes of a known structure fall on the known sides with the chunk's shapes."""
-    if chunk.count == 1 or chunk.key.plan in known.plans:
-        return True  # one sample needs no layouts
+    if not chunk.needs_rules or chunk.key.plan in known.plans:
+        return True
     graph = chunk.graph
     graph.classify(chunk.ledger.decide(graph))
     return graph.side == known.sides and not graph.undecided
@@ -144,29 +150,34 @@ def _fits(chunk: Chunk, known: KnownStructure) -> bool:
 def _prove_structure(chunk: Chunk) -> list[str]:
     """Prove what is not proven of a new structure.
 
-    It is proven anew, but one that the data choose goes by the proofs of its uses.
+    It is proven anew, but one that the data may have chosen goes by the proofs of its parts.
 
     Returns:
         The parameters of which no proof has met some use. They go to the loop.
     """
     graph, ledger = chunk.graph, chunk.ledger
-    unproven = _unproven(chunk)
+    graph.classify(ledger.decide(graph))
     rows = trace(graph, chunk.z, chunk.view.out_dim)
-    rows_vary_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
-    if rows_vary_with_data and proven_before and not unproven and _absence_is_proven(chunk):
+    graph_may_vary_with_data, was_proven_before = bool(rows.lost_at), bool(ledger.parameters)
+    if graph_may_vary_with_data and was_proven_before and _parts_are_proven(chunk):
         return []
-    refuse_parts_of_samples(graph, rows.known)  # needs no proof
+    refuse_folds_of_several_images(graph, rows.known)  # needs no proof
     unproven = _prove_on_triples(chunk)
-    # One sample needs no rule; its graph may look like that of no larger batch.
-    several = chunk.count > 1
-    ledger.to_loop([n for n in unproven if several or n not in ledger.parameters], UNSEEN)
+    # The graph of one sample may look like that of no larger batch.
+    without_any_proof = [name for name in unproven if name not in ledger.parameters]
+    ledger.to_loop(unproven if chunk.needs_rules else without_any_proof, UNSEEN)
     return unproven
+
+
+def _parts_are_proven(chunk: Chunk) -> bool:
+    """Return True if proofs have met every use in the graph, and every absence from it."""
+    return not _unproven(chunk) and _absence_is_proven(chunk)
 
 
 def _absence_is_proven(chunk: Chunk) -> bool:
     """Return True if a proof has found that the parameters not in the graph move nothing."""
     absent = frozenset(chunk.view.parameters) - frozenset(chunk.graph.parameters.values())
-    return not absent or any(absent <= tested for tested in chunk.ledger.absent)
+    return not absent or any(absent <= tested for tested in chunk.ledger.sets_without_effect)
 
 
 def _prove_on_triples(chunk: Chunk) -> list[str]:
@@ -178,22 +189,20 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
         The parameters of which no proof has met some use.
     """
     batch, prover = batch_of(chunk), Prover(chunk.view, chunk.ledger, chunk.folding)
-    unproven: list[str] = []
     for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
         chunk.known.proofs += 1
         prove = partial(prover.prove, seed=start)
         chunk.known.few_samples.step_on_three_or_four(prover, batch, prove, start)
         chunk.flags.tried_programs.put(chunk.key.program, True)
-        unproven = _unproven(chunk)
-        if not unproven and _absence_is_proven(chunk):
+        chunk.graph.classify(chunk.ledger.decide(chunk.graph))
+        if _parts_are_proven(chunk):
             break
-    return unproven
+    return _unproven(chunk)
 
 
 def _unproven(chunk: Chunk) -> list[str]:
-    """Classify the graph; return the parameters of which the ledger lacks some use, or absence."""
+    """Return the parameters of which the ledger lacks some use in the graph, or absence."""
     graph, ledger = chunk.graph, chunk.ledger
-    graph.classify(ledger.decide(graph))
     missing = _with_unproven_uses(graph, ledger)
     present = set(graph.parameters.values())
     for name in chunk.view.parameters:
@@ -253,23 +262,23 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
     for choice in choices:
         trial = chunk.view.batch(chunk.x, count, choice)
         try:
-            if _is_same_in_parts(chunk, trial):
+            if _is_same_in_other_company(chunk, trial):
                 return trial
         except Exception as error:  # a model may raise anything
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
     if len(failures) < len(choices):  # some ran, and gave another output
-        prove_as_it_is(chunk, batch)  # names the culprit where it can
+        let_a_proof_name_the_culprit(chunk, batch)  # names the culprit where it can
         raise interaction(chunk)
-    if count > SAMPLES:
+    proof_is_of_the_whole_batch = count <= SAMPLES
+    if not proof_is_of_the_whole_batch:
         raise InputError(
             f"the model fails on parts of the {count} samples ({failures[0]}); check "
             f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
             "samples along it"
         )
-    # So few samples that the proof is of the batch itself.
-    prove_as_it_is(chunk, batch)
+    let_a_proof_name_the_culprit(chunk, batch)
     return batch
 
 
@@ -302,13 +311,39 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     return groups
 
 
+def _company_of_enough(chunk: Chunk) -> list[list[int]]:
+    """Return companies for a model that takes no smaller batch than one of four, or of this size.
+
+    They are `_other_company` with each sample several times: halves as often as fills the batch.
+    """
+    parts = _other_company(chunk)
+    sizes = [EVEN_SAMPLES if len(set(part)) == 1 else chunk.count for part in parts]
+    return [(part * size)[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
 def _half_that_the_model_takes(count: int) -> int:
     """Return the half of a batch; an even one of an even batch, as the model may take no others."""
-    return count // 2 if count % 2 else count // 4 * 2
+    half = count // 2
+    model_may_take_even_counts_alone = count % 2 == 0
+    return half - half % 2 if model_may_take_even_counts_alone else half
 
 
-def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
-    """Return True if the batch's samples give in other company what they gave in it.
+def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:
+    """Return True if the batch's samples give in parts of it what they gave in it.
+
+    Where the model takes four samples, not three, and not the parts: in batches of enough.
+    """
+    try:
+        return _is_same_in(_other_company(chunk), chunk, batch)
+    except Exception as error:  # a model may raise anything
+        of_ours = isinstance(error, (FastlrError, FoldRefuted))
+        if of_ours or out_of_memory(error) or not takes_even_only(chunk.view, batch):
+            raise
+    return _is_same_in(_company_of_enough(chunk), chunk, batch)
+
+
+def _is_same_in(companies: list[list[int]], chunk: Chunk, batch: Batch) -> bool:
+    """Return True if the batch's samples give in some companies what they gave in it.
 
     Raises:
         FoldRefuted: they would, if the model ran as it says.
@@ -319,16 +354,16 @@ def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
         return view.outputs(batch.pick(samples))
 
     in_batch = in_batch_of(view, batch, chunk.z)
-    difference = in_batch.first_difference(_other_company(chunk), run)
-    if difference is not None and chunk.folding.active:
+    difference = in_batch.first_difference(companies, run)
+    if difference is not None and chunk.folding.blocks.has_folded:
         with unfolded():
             plain = replace(in_batch, output=run(range(batch.count)))
-        if plain.holds(*difference):
-            raise FoldRefuted([], "the folded model gives another output")
+        if plain.holds(difference.samples, difference.output):
+            raise FoldRefuted("the folded model gives another output")
     return difference is None
 
 
-def prove_as_it_is(chunk: Chunk, batch: Batch) -> None:
+def let_a_proof_name_the_culprit(chunk: Chunk, batch: Batch) -> None:
     """Prove the model, unfolded, on samples from the first to the last of a batch.
 
     So the error names what is to blame where samples give something else in other company.
@@ -347,25 +382,26 @@ def interaction(chunk: Chunk) -> InteractionError:
     )
 
 
-def try_program(chunk: Chunk) -> None:
+def prove_in_float64_that_samples_do_not_interact(chunk: Chunk) -> None:
     """Prove in float64 that samples of a program not tried yet do not interact.
 
     They must not under other conditions either (`interaction_otherwise`). Where activations
     saturate, the batch at hand may hide in its few digits what the next one shows.
     """
-    tried = chunk.key.program
-    if tried in chunk.flags.tried_programs:
+    program = chunk.key.program
+    was_proven_before = program in chunk.flags.tried_programs
+    if was_proven_before:
         return
     prover = Prover(chunk.view, chunk.ledger)
     chunk.known.few_samples.step_on_three_or_four(prover, batch_of(chunk), prover.compare_outputs)
-    chunk.flags.tried_programs.put(tried, True)
+    chunk.flags.tried_programs.put(program, True)
 
 
 # -- known of the graph
 # --------------------------------------------------------------------------------------------------
 
 
-def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> ShapePlan:
+def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
     The stage "Known of the graph" of docs/trust.md. Parameters where no axis explains the
@@ -374,27 +410,25 @@ def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> S
     Args:
         chunk: the batch.
         known: of its structure.
-        fresh: whether nothing was planned yet for these shapes and this program.
+        is_new: whether nothing was planned yet for these shapes and this program.
     """
     graph, uses = chunk.graph, known.uses
     rows = _rows_of_the_graph(chunk)
     options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
-    untold = {place: options[place] for place in options if place not in rows.known}
-    hidden_by = rows.hidden_by
-    are_found_in_every_batch = bool(hidden_by and known.plans)
-    if fresh and not are_found_in_every_batch:
-        marked = _held_to_marks(chunk, uses, options, rows)
-        untold = {place: untold[place] for place in marked.reached if place in untold}
-        if marked.refuted:
-            untold |= {place: every_layout(graph, place, chunk.count) for place in marked.refuted}
-            chunk.ledger.hooked = True
-            hidden_by = HOOK
+    was_planned_before = bool(known.plans)
+    is_searched_in_every_batch = bool(rows.lost_at) and was_planned_before
+    if is_new and not is_searched_in_every_batch:
+        search = _what_marks_leave_to_search(chunk, uses, options, rows)
+    else:
+        search = Search(_untold(options, rows), rows.lost_at)
     found: dict[Place, list[Layout]] = {}
-    if untold:
+    if search.options:
         v = generic_cotangent(chunk.z)
-        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
+        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, search.options)
     _to_loop_where_unexplained(chunk, uses, found)
-    reason = _reason_to_look(chunk, uses, hidden_by if found else "")
+    plan_rests_on_search = bool(found)
+    why_searched = search.reason if plan_rests_on_search else ""
+    reason = _reason_to_look(chunk, uses, why_searched)
     if reason:
         kind = reason.removesuffix("Backward0")
         chunk.ledger.note(f"rows are found and outputs compared anew in every batch: {kind}")
@@ -408,25 +442,41 @@ def _rows_of_the_graph(chunk: Chunk) -> RowsOfGraph:
     return trace(chunk.graph, chunk.z, chunk.view.out_dim)
 
 
-class Marked(NamedTuple):
-    """What a pass of marked cotangents, one mark a sample, says of the places of uses.
+class Search(NamedTuple):
+    """Where the samples are to be searched in the gradients of a batch.
 
     Attributes:
-        reached: places at which a gradient arrives.
-        refuted: those at which the marks are not where the graph tells that the samples are.
+        options: layouts that each place may have.
+        reason: why the graph does not tell them, such as the node at which it loses the samples.
     """
 
-    reached: list[Place]
-    refuted: list[Place]
+    options: Options
+    reason: str
 
 
-def _held_to_marks(chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph) -> Marked:
-    """Hold what the graph tells of the samples to marked cotangents."""
+def _untold(options: Options, rows: RowsOfGraph) -> Options:
+    """Return the places at which the graph does not tell where the samples are."""
+    return {place: options[place] for place in options if place not in rows.known}
+
+
+def _what_marks_leave_to_search(
+    chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
+) -> Search:
+    """Compare what the graph tells of the samples with a pass of marked cotangents.
+
+    Each sample has a mark of its own. What the graph does not tell is searched where a gradient
+    arrives. Where marks are elsewhere than the graph tells, a hook has moved gradients.
+    """
     told = {place: options[place] if place in rows.known else [] for place in options}
     z, out_dim = chunk.z, chunk.view.out_dim
-    confirmed = explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
-    reached = list(confirmed)
-    return Marked(reached, [p for p in reached if p in rows.known and not confirmed[p]])
+    agreeing = explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
+    untold = {place: options[place] for place in agreeing if place not in rows.known}
+    refuted = [place for place in agreeing if place in rows.known and not agreeing[place]]
+    if not refuted:
+        return Search(untold, rows.lost_at)
+    chunk.ledger.hooked = True
+    any_layout = {place: every_layout(chunk.graph, place, chunk.count) for place in refuted}
+    return Search(untold | any_layout, HOOK)
 
 
 def _likeliest(options: Options) -> dict[Place, Layout]:
@@ -451,15 +501,16 @@ def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[
     return [name for use in at_nodes for name in graph.names_below(use.child)]
 
 
-def _reason_to_look(chunk: Chunk, uses: Structure, hidden_by: str) -> str:
+def _reason_to_look(chunk: Chunk, uses: Structure, lost_at: str) -> str:
     """Return why the rows of every batch are to be found anew; "" where they need not be.
 
     Args:
         chunk: the batch.
         uses: of parameters.
-        hidden_by: what hides rows, so that they were found in this batch; "" where nothing does.
+        lost_at: where the graph loses the rows, so that they were found in this batch; "" if
+            nowhere.
     """
     varying = chunk.ledger.varying
-    if not hidden_by and any(chunk.graph.keys[use.child] in varying for use in uses.uses):
+    if not lost_at and any(chunk.graph.keys[use.child] in varying for use in uses.uses):
         return "data among what is computed of parameters"
-    return hidden_by or chunk.ledger.reason_to_look
+    return lost_at or chunk.ledger.reason_to_look

@@ -136,7 +136,7 @@ class _Program:
             read = map(self.reader.named, others)
             classes += zip(map(number, kinds), read, strict=True)
             settled.append(token)
-        calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
+        calls = [code(f.__code__).number for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
         self.reader.let_go()
         return whole, *classes, *settled, *calls, *hooks
@@ -226,20 +226,13 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         self.hooked |= func is Tensor.register_hook
         if func not in METADATA:
-            buffers = {
-                id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
-            } & self.buffers
-            norm = (
-                norm_arguments(args, kwargs)
-                if buffers and func is F.batch_norm
-                else {"training": True}
-            )
-            statistics = (
-                set()
-                if norm["training"]
-                else {id(norm["running_mean"]), id(norm["running_var"])} & buffers
-            )
-            self.statistics |= statistics
+            buffers = self.buffers.intersection(map(id, tree_leaves((args, kwargs))))
+            statistics = set[int]()
+            if func is F.batch_norm:
+                given = norm_arguments(args, kwargs)
+                if not given["training"]:
+                    statistics = {id(given["running_mean"]), id(given["running_var"])}
+            self.statistics |= buffers & statistics
             self.others |= buffers - statistics
         return func(*args, **kwargs)
 
@@ -296,7 +289,7 @@ def _program(hook: Any) -> int:
     """The number of a hook's code, or of its class where it is no function written in Python."""
     function = hook.__func__ if type(hook) is MethodType else hook
     held = attribute(function, "__code__")
-    return code(held)[0] if type(held) is CodeType else number(type(function))
+    return code(held).number if type(held) is CodeType else number(type(function))
 
 
 # -- numbers that modules hold

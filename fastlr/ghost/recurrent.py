@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fastlr import ops
 from fastlr.ghost.factors import Dense, Factor, Norms, Outer
 from fastlr.ghost.ownership import Step
-from fastlr.ghost.rules import Site, rule
+from fastlr.ghost.rules import Ready, Site, rule, take_ready
 from fastlr.ghost.sample_axis import Regular, Unsupported
 from fastlr.ops.linear import raised
 from fastlr.ops.torch_private import fused_recurrence, set_fused_recurrence
@@ -70,11 +70,11 @@ class Unfused(TorchFunctionMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         if func in CALLS and torch.is_grad_enabled():
-            return self.call(func, args, kwargs or {})
+            return self.run_by_steps(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def call(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run one call."""
+    def run_by_steps(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run one call, and count it."""
         self.calls += 1
         with _fused_off():
             return func(*args, **kwargs)
@@ -318,10 +318,7 @@ class Scan(torch.autograd.Function):
             raise RuntimeError(
                 "a model that differentiates its recurrent layers twice needs torch's own steps"
             )
-        ready, ctx.ready = ctx.ready, None
-        if ready is None or any(a is not b for a, b in zip(ready[0], gradients, strict=True)):
-            ready = gradients, Scan.sweep(ctx, *gradients)
-        sides, found = ready[1]
+        sides, found = take_ready(ctx, gradients) or Scan.sweep(ctx, *gradients)
         wanted = {
             role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed
         }
@@ -366,7 +363,7 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] not in WEIGHTS for slot in slots):
         raise Unsupported("inputs or initial states that are computed of parameters alone")
     sides, _ = swept = Scan.sweep(node, *site.gradients)
-    node.ready = site.gradients, swept
+    node.ready = Ready(site.gradients, swept)
 
     def rows(t: Tensor) -> Tensor:
         return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]

@@ -97,7 +97,10 @@ def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
     remedy = _of_arguments(model, x, error) or _of_tokens(model, x, error)
     remedy = remedy or _of_dtypes(model, x, error)
     if remedy is None and any(word in str(error).lower() for word in _OF_SHAPES):
-        return "Give inputs for which the model runs, of the size that it was built for"
+        return (
+            "Give inputs for which the model runs, of the size that it was built for, with an axis "
+            "of samples (x[None] for a single one)"
+        )
     return remedy
 
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +90,26 @@ class Site:
         """Raise Unsupported unless the samples are along axis ``dim`` of the output."""
         if self.layout.dim != dim:
             raise Unsupported(f"samples along axis {self.layout.dim}, not {dim}")
+
+
+class Ready(NamedTuple):
+    """What a rule has computed for a node of ours before the backward pass reaches it.
+
+    Attributes:
+        at_outputs: the gradients at the node's outputs of which it was computed.
+        found: what was.
+    """
+
+    at_outputs: Sequence[Tensor | None]
+    found: Any
+
+
+def take_ready(node: Any, gradients: Sequence[Tensor | None]) -> Any:
+    """Return, once, what a rule has computed of these very gradients; None if it has not."""
+    ready, node.ready = node.ready, None
+    if ready is None or not all(map(is_, ready.at_outputs, gradients)):
+        return None
+    return ready.found
 
 
 Rule = Callable[[Site, Sequence[int]], dict[int, Factor]]

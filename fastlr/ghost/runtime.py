@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from threading import Timer
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,17 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.state import BufferKeeper, TrainFlags, put_back
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.memory import free_bytes
+from fastlr.ops.memory import free_bytes, total_bytes
 from fastlr.ops.torch_private import tree_flatten
 
 OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
+PROOF_PATIENCE = 2.0  # seconds before a first estimate says that it proves the model
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
-# Of the free memory, where the peak is known: a captured chunk keeps its own, one beside it takes
-# as much.
+# Of the free memory, at most: a captured chunk keeps its own, one beside it takes as much.
 _SHARE = 0.4
 
 
@@ -114,10 +115,21 @@ def same_device(asked: torch.device, actual: torch.device) -> bool:
     return asked.type == actual.type and (asked.index or 0) == (actual.index or 0)
 
 
-def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> int:
-    """Return how many inputs fit a quarter of the free memory.
+class InputsThatFit(NamedTuple):
+    """How many inputs a chunk may take.
 
-    This is told from the bytes that a small forward pass saves.
+    Attributes:
+        device: a quarter of its memory, whatever else holds some of it: the same in every run, as
+            chunks of another size may give other last bits.
+        free: what is free of it now.
+    """
+
+    device: int
+    free: int
+
+
+def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> InputsThatFit:
+    """Return how many inputs fit the memory, told from the bytes that a small forward pass saves.
 
     Args:
         view: the model that the forward pass runs.
@@ -130,15 +142,16 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
     except Exception as error:
         if not out_of_memory(error):
             raise
-        return 1
+        return InputsThatFit(1, 1)
     storages[output[0].data_ptr()] = output[0].nbytes
     of_model = {t.untyped_storage().data_ptr() for t in view.tensors_in_memory()}
     activations = sum(size for pointer, size in storages.items() if pointer not in of_model) / few
     weights = max(p.nbytes for p in view.parameters.values())
-    budget = min(
-        free_bytes(view.device) / 4, _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES
-    )
-    return int(max(1, min(_LARGEST_CHUNK, budget // (_WORK * activations + weights + 1))))
+    most = _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES
+    of_device, of_free = total_bytes(view.device) / 4, _SHARE * free_bytes(view.device)
+    per_input = _WORK * activations + weights + 1
+    inputs = [int(min(budget, most) // per_input) for budget in (of_device, of_free)]
+    return InputsThatFit(*[max(1, min(_LARGEST_CHUNK, fitting)) for fitting in inputs])
 
 
 def peak_bytes(device: torch.device, work: Callable[[], Any]) -> int:
@@ -197,6 +210,23 @@ def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgr
                     update(done, total, value, stderr)
 
             yield report
+
+
+@contextmanager
+def proof_line(wanted: bool) -> Iterator[Timer]:
+    """Print after `PROOF_PATIENCE` seconds that the model is proven, where somebody may see it.
+
+    Yields the timer, to be cancelled once the proof is done.
+    """
+    text = "fastlr: proving on a few inputs that this model's gradients are right, once a model"
+    line = Timer(PROOF_PATIENCE, print, [text], {"file": sys.stderr})
+    line.daemon = True
+    if wanted and _watched():
+        line.start()
+    try:
+        yield line
+    finally:
+        line.cancel()
 
 
 @contextmanager

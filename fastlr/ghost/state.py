@@ -21,25 +21,17 @@ from fastlr.ghost.program import INTERNAL, own_attributes
 from fastlr.ghost.tokens import version
 from fastlr.ops.model_lock import all_modules
 
-_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_CONTAINERS = _DICTS | {list, set, deque}
+# Ids, as the class of an attribute may be one that cannot be hashed.
+_DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict, Counter)))
+_CONTAINERS = _DICTS.union(map(id, (list, set, deque)))
 _REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
 _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
 
 
-def shortens_weights(module: nn.Module) -> bool:
-    """Return True for an embedding with ``max_norm``, whose forward pass writes to its weights."""
-    return attribute(module, "max_norm") is not None
-
-
 def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The plain containers among a module's attributes, each with a copy."""
-    try:
-        found = [v for n, v in held.items() if n not in INTERNAL and type(v) in _CONTAINERS]
-    except Exception:  # the class of an attribute cannot be hashed
-        ids = set(map(id, _CONTAINERS))
-        found = [v for n, v in held.items() if n not in INTERNAL and id(type(v)) in ids]
-    return [(v, v.copy()) for v in found]
+    values = [v for n, v in held.items() if n not in INTERNAL and id(type(v)) in _CONTAINERS]
+    return [(v, v.copy()) for v in values]
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -127,12 +119,12 @@ class Attributes:
 
 def _refill(value: Any, before: Any) -> None:
     """Give a container the contents that it had, if it has others."""
-    if type(value) in _DICTS:
+    if id(type(value)) in _DICTS:
         if not (_same(value, before) and _same(value.values(), before.values())):
             value.clear()
             value.update(before)
     elif type(value) is set:
-        if len(value) != len(before) or {id(v) for v in value} != {id(v) for v in before}:
+        if {id(v) for v in value} != {id(v) for v in before}:
             value.clear()
             value.update(before)
     elif not _same(value, before):
@@ -204,14 +196,11 @@ def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
             held[name] = cast(value)
         elif kind is tuple and any(is_instance(t, Tensor) for t in value):
             held[name] = tuple(map(cast, value))
-        elif any(kind is each for each in _DICTS):
-            for key, t in list(value.items()):
+        elif kind is not set and id(kind) in _CONTAINERS:
+            places = value.items() if id(kind) in _DICTS else enumerate(value)
+            for place, t in list(places):
                 if is_instance(t, Tensor):
-                    value[key] = cast(t)
-        elif kind is list or kind is deque:
-            for i, t in enumerate(value):
-                if is_instance(t, Tensor):
-                    value[i] = cast(t)
+                    value[place] = cast(t)
 
 
 def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -243,9 +232,10 @@ class _Held(NamedTuple):
 
 
 def _written_by_forward(modules: Sequence[nn.Module]) -> list[_Held]:
-    """Return what forward passes may write: buffers, and weights that `shortens_weights` means."""
+    """Return what forward passes may write: buffers, and weights that embeddings shorten."""
     places: list[tuple[nn.Module, Any]] = [(module, module._buffers) for module in modules]
-    places += [(module, module._parameters) for module in modules if shortens_weights(module)]
+    shortening = [module for module in modules if attribute(module, "max_norm") is not None]
+    places += [(module, module._parameters) for module in shortening]
     return [
         _Held(module, place, name, tensor)
         for module, place in places
@@ -275,20 +265,24 @@ class BufferKeeper:
         self._copies: dict[int, _Copy] = {}  # by id of the buffer
 
     def keep(
-        self, modules: Sequence[nn.Module], *, unseen: bool = False, with_attributes: bool = False
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        unseen_writes: bool = False,
+        with_attributes: bool = False,
     ) -> Kept:
         """Keep the buffers of modules as they are.
 
         Args:
             modules: all modules of a model.
-            unseen: put back also what leaves no trace, as batch norm's running statistics in train
-                mode do.
+            unseen_writes: put back also what is written without a trace, as batch norm's running
+                statistics are in train mode.
             with_attributes: put none back of a module that holds another number than before, as
                 with a table that grows: they belong together.
         """
         held = _written_by_forward(modules)
-        self._refresh([one.tensor for one in held], unseen)
-        return _Buffers(held, self._copies, unseen, with_attributes)
+        self._refresh([one.tensor for one in held], unseen_writes)
+        return _Buffers(held, self._copies, unseen_writes, with_attributes)
 
     @torch.no_grad()
     def _refresh(self, tensors: list[Tensor], unseen: bool) -> None:

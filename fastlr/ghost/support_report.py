@@ -73,21 +73,24 @@ class SupportReport:
                 ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason)
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
+        blocks = folding.blocks
         notes = list(dict.fromkeys(ledger.notes))
-        if folding.calls_refused:
-            notes.append(f"only convolutions and norms are folded: {folding.calls_refused}")
-        if folding.disabled:
-            notes.append(f"nothing is folded: {folding.disabled}")
+        if blocks.why_no_call_is_replaced:
+            notes.append(
+                f"only convolutions and norms are folded: {blocks.why_no_call_is_replaced}"
+            )
+        if blocks.disabled:
+            notes.append(f"nothing is folded: {blocks.disabled}")
         return SupportReport(
             tuple(rows),
             ledger.subject,
             dtype,
             ledger.others,
             tuple(notes),
-            dict(folding.folded),
-            folding.plain | folding.refused,
-            tuple(sorted(folding.fixed)),
-            dict(folding.replaced + Counter(unfused=folding.unfused.calls)),
+            dict(blocks.folded),
+            blocks.not_folded | blocks.refused,
+            tuple(sorted(blocks.fixed)),
+            dict(blocks.replaced + Counter(unfused=blocks.unfused.calls)),
             tuple(sorted(ledger.without_rows)),
         )
 

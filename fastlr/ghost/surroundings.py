@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ops.torch_private import is_transformed, within_transform
+from fastlr.ops.torch_private import (
+    is_fake,
+    is_transformed,
+    modes_without_values,
+    within_transform,
+)
 
 
 def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
-    """Raise InputError where new tensors have no values.
+    """Raise InputError where new tensors have no values, or what is done with them is traced.
 
-    So it is where a function transform has put something else for parameters.
+    So it is where something else has been put for parameters.
     """
     if torch.get_default_device().type == "meta":
         raise InputError(
@@ -25,8 +30,21 @@ def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
             "neither: measure outside of "
             'torch.device("meta"), or after torch.set_default_device("cpu")'
         )
-    if within_transform():
-        for parameter in parameters:
+    without_values = modes_without_values()
+    if without_values:
+        raise InputError(
+            f"fastlr is called within torch's {' and '.join(without_values)} (FakeTensorMode, "
+            "make_fx, torch.export), where tensors have no values to measure: call it outside, on "
+            "a model and inputs that were made outside"
+        )
+    if torch.jit.is_tracing():
+        raise InputError(
+            "fastlr is called within torch.jit.trace, which would keep what is measured now as a "
+            "constant: call it outside of the traced function"
+        )
+    within = within_transform()
+    for parameter in parameters:
+        if within or is_fake(parameter):
             refuse_unreadable(parameter, "a parameter")
 
 
@@ -37,6 +55,11 @@ def refuse_unreadable(tensor: Tensor, name: str) -> None:
     """
     if tensor.is_meta:
         raise InputError(f"{name} is on meta, a device without values: give it on the model's")
+    if is_fake(tensor):
+        raise InputError(
+            f"{name} is a FakeTensor, which has no values: make models and inputs to measure "
+            "outside of torch's FakeTensorMode"
+        )
     if is_transformed(tensor):
         raise InputError(
             f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot "

@@ -16,8 +16,8 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,23 +169,38 @@ def of_values(t: Tensor) -> tuple:
 
 # -- code and classes ------------------------------------------------------------------------------
 
+
+class Code(NamedTuple):
+    """A piece of code.
+
+    Attributes:
+        held: the code.
+        number: equal for equal ones.
+        installed: whether it is Python's or an installed package's.
+        names: the global names that it may read; of what is installed none: that has many, and few
+            that change.
+    """
+
+    held: CodeType
+    number: int
+    installed: bool
+    names: tuple[str, ...]
+
+
 CODES = 20_000  # pieces of code that are known at a time
-_codes = Recent[int, tuple[CodeType, int, tuple[str, ...]]](CODES)  # id of code: it, number, names
+_codes = Recent[int, Code](CODES)  # by their ids
 _equal_codes = Recent[CodeType, int](CODES)  # code: the number of all that equal it
 
 
-def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
-    """The number of a piece of code, equal for equal ones, and the global names that it may read.
-
-    Of installed packages none: they have many, and few that change.
-    """
+def code(held: CodeType) -> Code:
+    """What is known of a piece of code."""
     known = _codes.get(id(held))
     if known is None:
-        installed = held.co_filename.startswith(_INSTALLED)
         equal = _equal_codes.get(held) or _equal_codes.put(held, next(_next))
-        known = held, equal, () if installed else tuple(sorted(_names(held)))
-        _codes.put(id(held), known)
-    return known[1:]
+        installed = held.co_filename.startswith(_INSTALLED)
+        names = () if installed else tuple(sorted(_names(held)))
+        known = _codes.put(id(held), Code(held, equal, installed, names))
+    return known
 
 
 def _names(held: CodeType) -> set[str]:
@@ -209,8 +224,3 @@ def packaged(module: Any) -> bool:
     if not issubclass(type(module), ModuleType):
         return False
     return str(module_dict(module).get("__file__") or "").startswith(_INSTALLED)
-
-
-def packaged_function(function: FunctionType) -> bool:
-    """Return True if a function is Python's or an installed package's."""
-    return function.__code__.co_filename.startswith(_INSTALLED)

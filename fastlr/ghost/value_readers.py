@@ -21,7 +21,7 @@ from collections import (
     defaultdict,
     deque,
 )
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
@@ -147,23 +147,17 @@ def _wrapped(reader: Reader, value: Any, kind: type, depth: int) -> tuple:
 
 # -- what refers to a value that is kept elsewhere -------------------------------------------------
 
-
-@reads(weakref.ref, weakref.KeyedRef, WeakIdRef)
-def _weak_reference(reader: Reader, value: weakref.ref, kind: type, depth: int) -> tuple:
-    """What a weak reference refers to, not one container deeper; None where that is gone."""
-    return "weak", reader.of(weakref.ref.__call__(value), depth + 1)
-
-
-@reads(weakref.WeakMethod)
-def _weak_method(reader: Reader, value: weakref.WeakMethod, kind: type, depth: int) -> tuple:
-    """The method that a weak reference refers to; None where it is gone."""
-    return "weak", reader.of(weakref.WeakMethod.__call__(value), depth + 1)
+_BEHIND: dict[type, Callable[[Any], Any]] = {  # None where that is gone
+    **dict.fromkeys((weakref.ref, weakref.KeyedRef, WeakIdRef), weakref.ref.__call__),
+    weakref.WeakMethod: weakref.WeakMethod.__call__,
+    **dict.fromkeys(PROXIES, behind_proxy),
+}
 
 
-@reads(*PROXIES)
-def _weak_proxy(reader: Reader, value: Any, kind: type, depth: int) -> tuple:
-    """What a weak proxy stands for; None where that is gone."""
-    return "weak", reader.of(behind_proxy(value), depth + 1)
+@reads(*_BEHIND)
+def _weak(reader: Reader, value: Any, kind: type, depth: int) -> tuple:
+    """What a weak reference or proxy stands for: not one container deeper."""
+    return "weak", reader.of(_BEHIND[kind](value), depth + 1)
 
 
 @reads(ContextVar)
@@ -187,8 +181,8 @@ def _thread_local(reader: Reader, value: threading.local, kind: type, depth: int
 @reads(FunctionType)
 def _function(reader: Reader, value: FunctionType, kind: type, depth: int) -> tuple:
     """Code, what the closure holds, defaults, and the values of the globals that the code names."""
-    which, names = code(value.__code__)
-    token: list[Any] = ["function", which]
+    known = code(value.__code__)
+    names, token = known.names, ["function", known.number]
     if value.__closure__:
         for held in map(_content_of, value.__closure__):
             token += [reader.of(part, depth) for part in reached(held, names)]
@@ -256,31 +250,16 @@ def _scalar(reader: Reader, value: np.generic, kind: type, depth: int) -> tuple:
 # -- subclasses of plain values --------------------------------------------------------------------
 
 
-@reads(int)
-def _integer(reader: Reader, value: int, kind: type, depth: int) -> int:
-    """An integer of another class."""
-    return int.__int__(value)
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+}
 
 
-@reads(float)
-def _float(reader: Reader, value: float, kind: type, depth: int) -> float:
-    """A float of another class."""
-    return float.__float__(value)
-
-
-@reads(complex)
-def _complex(reader: Reader, value: complex, kind: type, depth: int) -> complex:
-    """A complex number of another class."""
-    return complex.__pos__(value)
-
-
-@reads(str)
-def _string(reader: Reader, value: str, kind: type, depth: int) -> str:
-    """A text of another class."""
-    return str.__str__(value)
-
-
-@reads(bytes)
-def _byte_string(reader: Reader, value: bytes, kind: type, depth: int) -> bytes:
-    """Bytes of another class."""
-    return bytes.__getitem__(value, slice(None))
+@reads(*_EXACT)
+def _exact(reader: Reader, value: Any, kind: type, depth: int) -> Any:
+    """A plain value of a class of its own, as that of the built-in class."""
+    return _EXACT[kind](value)

@@ -14,6 +14,7 @@ from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
 from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
+from fastlr.ops.torch_private import tree_map_only
 
 _PLAIN = (bool, int, float, str, type(None))
 _HASHED = 1 << 24  # numbers hashed at once
@@ -68,8 +69,9 @@ class TensorInputs(Inputs):
         else:
             raise InputError(
                 "tensors must be a tensor, a tuple, a dict or a map-style Dataset, got "
-                f"{type(tensors).__name__}: torch.stack a list of samples; use a tuple for "
-                "positional arguments"
+                f"{type(tensors).__name__}: torch.stack a list of tensors (make them of pictures "
+                "by a transform, of texts by a tokenizer); of a DataLoader give loader.dataset; "
+                "use a tuple for positional arguments"
             )
         if self.limit < 1:
             raise InputError("there are no samples: TensorInputs needs at least one")
@@ -217,15 +219,8 @@ def _leaves(tensors: Any) -> Iterator[tuple[str, Any]]:
 
 def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``function`` to the tensors; a mapping becomes a dict."""
-
-    def mapped(value: Any) -> Any:
-        return function(value) if isinstance(value, Tensor) else value
-
-    if isinstance(tensors, Mapping):
-        return {key: mapped(value) for key, value in tensors.items()}
-    if isinstance(tensors, tuple):
-        return tuple(map(mapped, tensors))
-    return function(tensors)
+    held = dict(tensors) if isinstance(tensors, Mapping) else tensors
+    return tree_map_only(Tensor, function, held)
 
 
 def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from fastlr.display.record import finite
 from fastlr.errors import InputError, install
 from fastlr.files import replace_file, write_errors
 
@@ -123,8 +123,7 @@ class JsonLinesLogger(_FileLogger):
     """
 
     def _text(self, rows: list[dict[str, Any]]) -> str:
-        finite = [{name: _finite(v) for name, v in row.items()} for row in rows]
-        return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
+        return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite(rows))
 
     def _read(self) -> Iterable[dict[str, Any]]:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -241,8 +240,3 @@ def _row(values: Values, step: int) -> dict[str, Any]:
             "a value is called step, which is the name of the step itself: give it another name"
         )
     return {"step": step, **{name: float(value) for name, value in values.items()}}
-
-
-def _finite(value: float | None) -> float | None:
-    """Return a number that JSON can hold; None for one that is not finite."""
-    return value if value is not None and math.isfinite(value) else None

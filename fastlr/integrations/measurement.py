@@ -23,6 +23,7 @@ from fastlr.display.verdict import FEWEST, PARTS, Measurement, first_and_last, v
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
 from fastlr.estimator.estimator import LocalRedundancy
+from fastlr.estimator.options import autocast_dtype
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
 from fastlr.ghost.model_io import ModelView, unwrap
@@ -120,10 +121,8 @@ class Meter:
             raise InputError(f"unknown options {unknown}: choose from {sorted(_OPTIONS)}")
         if on_error not in ("warn", "raise"):
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
-        if isinstance(dtype, str) and dtype != AUTO:
-            raise InputError(
-                f"dtype must be torch.bfloat16, torch.float16, None or 'auto', not {dtype!r}"
-            )
+        if dtype != AUTO:
+            dtype = autocast_dtype(dtype)
         if not callable(getattr(inputs, "batch", None)):
             raise InputError(
                 f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}"

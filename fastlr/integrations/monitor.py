@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import nn
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
-from fastlr.errors import InputError
+from fastlr.errors import FastlrWarning, InputError
 from fastlr.ghost.model_io import trainable, unwrap
+from fastlr.integrations.alarm import TaskAlarm
 from fastlr.integrations.loggers import CallbackLogger, Logger
 from fastlr.integrations.measurement import Integration, Keep, Reading, rank
 from fastlr.ops.model_lock import locked
@@ -51,6 +53,11 @@ class Monitor(Integration):
         mode: "max": the best is the largest local redundancy, as in the paper's choice of
             checkpoints; or "min".
         prefix: before each name that is logged, such as "fastlr/".
+        alarm: ring, with a warning, where plasticity is being lost, by the best rule of a study of
+            alarms (docs/interpreting.md): end each task with `task`; without tasks every reading
+            counts as one.
+        guess: accuracy of the best answer that does not look at the input, for the alarm; 0.1 of
+            ten classes alike.
         what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of
             `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
@@ -93,6 +100,8 @@ class Monitor(Integration):
         keep_best: Keep | None = None,
         mode: str = "max",
         prefix: str = "",
+        alarm: bool = False,
+        guess: float = 0.0,
         **what: Any,
     ) -> None:
         trainable(unwrap(model), shards=True)
@@ -102,16 +111,46 @@ class Monitor(Integration):
         self.steps = self.epochs = 0
         self.first: dict[str, Any] = {}
         self.seconds = 0.0
+        self.alarm = TaskAlarm(guess) if alarm else None
 
     def step(self) -> Reading | None:
         """Count an optimizer step, measure if it is due, and return the reading if there is one."""
         self.steps += 1
+        if self.steps == 1 and self.every_n_steps is self.every_n_epochs is None:
+            text = "Monitor(every_n_steps=None, every_n_epochs=None) measures only by measure()"
+            warnings.warn(text, FastlrWarning, stacklevel=2)
         return self.measure() if self.step_due(self.steps - 1, self.steps) else None
 
     def epoch(self) -> Reading | None:
         """Count an epoch, and measure if it is due. Returns the reading, if there is one."""
         self.epochs += 1
         return self.measure() if self.epoch_due(self.epochs) else None
+
+    def task(self, accuracy: float | None = None) -> str | None:
+        """End a task, and say so, with a warning, if the alarm rings.
+
+        Where the accuracy on new tasks is known the alarm rings by it, for no measure was shown to
+        warn earlier; where it is not, by local redundancy, measured after every second task.
+
+        Args:
+            accuracy: on this task after training on it, between 0 and 1; None: not known.
+
+        Returns:
+            What the alarm says, with the error rates of such rings; None where it does not ring.
+
+        Raises:
+            InputError: there is no alarm, or the accuracy is no share.
+
+        Source: the study of alarms, bench/results/cpu/alarm.
+        """
+        if self.alarm is None:
+            raise InputError("this monitor has no alarm: make it with alarm=True")
+
+        def value() -> float | None:
+            reading = self._measure_and_log()
+            return None if reading is None else reading.value
+
+        return self.alarm.end_task(accuracy, value)
 
     def measure(self) -> Reading | None:
         """Measure and log now.
@@ -123,6 +162,12 @@ class Monitor(Integration):
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
+        reading = self._measure_and_log()
+        if reading is not None and self.alarm is not None:
+            self.alarm.take_reading(reading.value)
+        return reading
+
+    def _measure_and_log(self) -> Reading | None:
         main = rank() == 0
         if not main and team() is ALONE and not holds_fully_sharded(self.model):
             return None
@@ -143,13 +188,16 @@ class Monitor(Integration):
         A resumed training then measures at the same steps, with the same bits.
         """
         counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
-        return {**counts, **self.keeper.state_dict(), **super().state_dict()}
+        alarm = {} if self.alarm is None else {"alarm": self.alarm.state_dict()}
+        return {**counts, **alarm, **self.keeper.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
         try:
             self.steps, self.epochs = state["steps"], state["epochs"]
             self.first = dict(state.get("first", {}))  # older states have none
+            if self.alarm is not None and "alarm" in state:  # older states have none
+                self.alarm.load_state_dict(state["alarm"])
             self.keeper.load_state_dict(state)
             super().load_state_dict(state)
         except KeyError as error:

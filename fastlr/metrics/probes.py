@@ -29,6 +29,7 @@ from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
+_FUSED = ("cpu", "cuda")  # where all steps of AdamW on real parameters are one kernel
 _APART = 20  # the seeds of repeats are 2^20 apart, so that neighbouring seeds share no labels
 
 
@@ -292,7 +293,9 @@ def _fit(
 
 def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any) -> _Fit:
     """Train the model of a view in its mode, on labels from torch's generator if not given."""
-    optimizer = torch.optim.AdamW(view.parameters.values(), lr=rate, weight_decay=0.0)
+    parameters = list(view.parameters.values())
+    fused = all(p.is_floating_point() and p.device.type in _FUSED for p in parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=fused)
     losses: list[float] = []
     count = 0
     for step in range(steps + 1):

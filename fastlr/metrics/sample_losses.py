@@ -50,6 +50,12 @@ _OF_A_PLACE = (
     "division by the batch size), and the samples are measured in parts: pass weights as a part of "
     "y, and take no mean"
 )
+_OF_ANOTHER = (
+    "the loss of a sample is that of another: there are as many losses as samples, and two of them "
+    "depend on the output at the same place, whatever sample is there (one loss for all, a choice "
+    "by place). Give the loss of each sample's own output and labels; constant weights may "
+    "multiply it, zeros among them"
+)
 _RANDOM = (
     "the loss gives another gradient when it is asked again: it draws random numbers, or keeps "
     "something between two calls, so that the norm of a gradient is no property of the model. Draw "
@@ -183,39 +189,113 @@ class _Company:
 
     def require_none(self, *, whole: bool) -> None:
         """Raise InputError unless the company of a sample does not matter."""
-        several = not self.times and self._one_loss_of_several()
-        apart = not several and any(map(self._same_in_place, self._label_axes()))
-        if apart and (whole or self._same_in_halves()):
+        several = not self.times and self._a_loss_is_of_several()
+        axes = [] if several else list(filter(self._same_in_any_order, self._label_axes()))
+        if axes and not self.times and self._chosen_by_place(axes[0]):
+            raise InputError(_OF_ANOTHER)
+        if axes and (whole or self._same_in_other_numbers()):
             _record(self.key)[self.z.shape] = self.times + 1
             return
         if not self._same(self.gradient, self._asked(self.z, self.y)):
             raise InputError(_RANDOM)
-        raise InputError(_OF_A_PLACE if apart else _MIXES)
+        raise InputError(_OF_A_PLACE if axes else _MIXES)
 
-    def _one_loss_of_several(self) -> bool:
-        """Return True if the largest of the losses depends on the outputs of several samples."""
+    # -- the losses one by one
+    # ----------------------------------------------------------------------------------------------
+
+    def _a_loss_is_of_several(self) -> bool:
+        """Return True if one of the losses depends on the outputs of several samples."""
+        return any(len(places) > 1 for places in self._places_of_losses().values())
+
+    def _chosen_by_place(self, label_axis: int | None) -> bool:
+        """Return True if there are as many losses as samples, of which two are of one place.
+
+        They are so with other samples there, too. Where a loss leaves out elements, and as many
+        stay as there are samples, they go with the samples instead.
+        """
+        with self.state_kept(), torch.no_grad():
+            if self.losses(self.z, self.y).numel() != self.count:
+                return False
+        moved = self._in_other_places(label_axis)
+        there = {} if moved is None else moved._places_of_losses()
+        here = self._places_of_losses()
+        fixed = [places[0] for loss, places in here.items() if places == there.get(loss)]
+        return len(set(fixed)) < len(fixed)
+
+    def _places_of_losses(self) -> dict[int, list[int]]:
+        """Return the places of the samples on whose outputs each loss depends, by the loss' number.
+
+        They are found for the largest loss and for some others, by one backward pass each. Those
+        whose gradient is zero are left out.
+        """
+        found: dict[int, list[int]] = {}
         with self.state_kept(), torch.enable_grad():
             leaf = self.z.detach().clone().requires_grad_()
-            values = self.losses(leaf, self.y).flatten()
-            if not values.numel() or not values.requires_grad:
-                return False
-            found = _grad(values[values.detach().abs().argmax()], leaf)
-        if found is None:
-            return False
-        rows = found.movedim(self.axis, 0).reshape(self.count, -1).abs().amax(1)
-        return int((rows > _rounding(self.gradient) * rows.amax()).sum()) > 1
+            losses = self.losses(leaf, self.y).flatten()
+            for number in self._some(losses) if losses.requires_grad else ():
+                gradient = _grad(losses[number], leaf, retain=True)
+                if gradient is None or not bool(gradient.any()):
+                    continue
+                sizes = gradient.movedim(self.axis, 0).reshape(self.count, -1).abs().amax(1)
+                places = (sizes > _rounding(self.gradient) * sizes.amax()).nonzero()
+                found[number] = places.flatten().tolist()
+        return found
 
-    def _same_in_place(self, label_axis: int | None) -> bool:
-        """Return True if samples give the same in their places beside others: copies of some.
+    def _some(self, losses: Tensor) -> list[int]:
+        """Return the numbers of the largest of the losses and of some others."""
+        most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
+        largest = losses.detach().abs().topk(min(1, len(losses))).indices
+        order = torch.randperm(len(losses), generator=torch.Generator().manual_seed(0))
+        return list(dict.fromkeys([*largest.tolist(), *order[:most].tolist()]))
+
+    # -- samples in other company
+    # ----------------------------------------------------------------------------------------------
+
+    def _same_in_any_order(self, label_axis: int | None) -> bool:
+        """Return True if what a sample gives at a place does not depend on the others.
+
+        Its own place is not enough: an order statistic, or a choice by rank, may fall on the same
+        place for the samples and for copies of some. So it is asked with the samples in other
+        places, too.
 
         Args:
             label_axis: axis of the labels that goes with the samples; None: they stay in place.
         """
-        for copied, rows in self._companies():
-            source = self._among_copies(copied, rows)
-            y = self.y if label_axis is None else self._labels(source, label_axis)
-            got = self._asked(self._at(self.z, source), y)
-            if got is None or not self._same_of(rows, self._at(got, rows)):
+        moved = self._in_other_places(label_axis)
+        return (
+            moved is not None
+            and self._same_in_place(label_axis)
+            and moved._same_in_place(label_axis)
+        )
+
+    def _in_other_places(self, label_axis: int | None) -> _Company | None:
+        """Return the same samples, each in another's place; None where the loss fails on them."""
+        source = self._order_without_fixed_places()
+        moved = copy(self)
+        moved.z, moved.y = self._at(self.z, source), self._y(source, label_axis)
+        gradient = self._asked(moved.z, moved.y)
+        if gradient is None:
+            return None
+        moved.gradient = gradient
+        return moved
+
+    def _order_without_fixed_places(self) -> Tensor:
+        """Return a random order in which no sample is at its own place."""
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.times))
+        source = torch.empty_like(order)
+        source[order] = order.roll(1)
+        return source
+
+    def _same_in_place(self, label_axis: int | None) -> bool:
+        """Return True if samples give the same in their places beside copies of themselves.
+
+        Args:
+            label_axis: axis of the labels that goes with the samples; None: they stay in place.
+        """
+        for copied_of_kept, kept in self._companies():
+            source = self._among_copies(copied_of_kept, kept)
+            got = self._asked(self._at(self.z, source), self._y(source, label_axis))
+            if got is None or not self._same_of(kept, self._at(got, kept)):
                 return False
         return True
 
@@ -226,7 +306,8 @@ class _Company:
         copies of themselves, where nothing of the others is left.
         """
         for turn, rows in enumerate(self._parts()):
-            yield rows if turn % 2 == 0 else rows[:1], rows
+            beside_copies_of_one = turn % 2 == 1
+            yield rows[:1] if beside_copies_of_one else rows, rows
         if not self.times:
             most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(0))
@@ -238,18 +319,26 @@ class _Company:
         source[kept] = kept
         return source
 
-    def _same_in_halves(self) -> bool:
-        """Return True if parts of the samples, in another order, give what they gave.
+    def _same_in_other_numbers(self) -> bool:
+        """Return True if all in another order, and parts of the samples, give what they gave.
 
-        A loss may not take a single sample.
+        A loss may not take a single sample: then it is asked for all of them twice over.
         """
-        for rows in self._parts():
-            got = self._asked(self._at(self.z, rows), self._labels(rows, 0))
-            if got is None and len(rows) == 1:
-                continue
+        all_in_another_order = self._order_without_fixed_places()
+        all_twice = torch.arange(self.count).repeat(2)
+        for rows in (all_in_another_order, *self._parts()):
+            got = self._asked_with_first_axis_of_labels(rows)
+            may_take_no_single_sample = got is None and len(rows) == 1
+            if may_take_no_single_sample:
+                rows = all_twice
+                got = self._asked_with_first_axis_of_labels(rows)
             if not self._same_of(rows, got):
                 return False
         return True
+
+    def _asked_with_first_axis_of_labels(self, rows: Tensor) -> Tensor | None:
+        """Return the gradient for some samples, whose labels are picked as measures in parts do."""
+        return self._asked(self._at(self.z, rows), self._labels(rows, axis=0))
 
     def _parts(self) -> Iterator[Tensor]:
         """Yield parts of the samples, in random order: split by each digit of numbers they have."""
@@ -271,6 +360,10 @@ class _Company:
 
     def _at(self, t: Tensor, rows: Tensor) -> Tensor:
         return t.index_select(self.axis, rows.to(t.device))
+
+    def _y(self, source: Tensor, label_axis: int | None) -> Any:
+        """Return the labels of samples that are put in place; those that have no axis stay."""
+        return self.y if label_axis is None else self._labels(source, label_axis)
 
     def _labels(self, rows: Tensor, axis: int) -> Any:
         """Return the labels of these samples; tensors of another length stay whole."""
@@ -352,11 +445,13 @@ def _fitted(z: Tensor, y: Any) -> tuple[Tensor, Any]:
     return fitted, tree_map(fit, y)
 
 
-def _grad(value: Tensor, leaf: Tensor, none: Tensor | None = None) -> Tensor | None:
+def _grad(
+    value: Tensor, leaf: Tensor, none: Tensor | None = None, *, retain: bool = False
+) -> Tensor | None:
     """Return the gradient of a number at the output, or ``none`` where it does not depend on it."""
     if not value.requires_grad:
         return none
-    found = torch.autograd.grad(value, leaf, allow_unused=True)[0]
+    found = torch.autograd.grad(value, leaf, retain_graph=retain, allow_unused=True)[0]
     return none if found is None else found
 
 

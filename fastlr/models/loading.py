@@ -1,14 +1,17 @@
 """Load models by name, and checkpoints, strictly as plain tensors.
 
-The models are torchvision's, timm's or those of your own function.
+The models are torchvision's, timm's, Hugging Face's or those of your own function.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import pickle
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -17,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from fastlr.errors import InputError, few, first_line, install
 from fastlr.files import read_tensors
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 RUN = {"version", "steps", "line", "state"}  # of a checkpoint by which a run of fastlr goes on
+SAVE = "save one with torch.save(model.state_dict(), path)"
 PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
@@ -38,8 +43,11 @@ def load_model(
 
     ``name`` is one of
 
-    - a torchvision name, ``mobilenet_v3_large``; a timm name, ``timm/resnetv2_50`` (or without
-      ``timm/`` if torchvision has none of that name);
+    - a torchvision name, ``torchvision:mobilenet_v3_large``, or a timm name, ``timm:resnetv2_50``
+      or ``timm/resnetv2_50``; without the prefix, torchvision's if it has one of that name;
+    - ``hf:distilbert-base-uncased``: a folder that transformers has saved, such as a checkpoint of
+      its Trainer, or a model in Hugging Face's cache, with its own weights and the head that its
+      config names;
     - ``package.module:function``: the function is called with ``num_classes`` (if given) and
       ``kwargs`` and returns the model; the current folder is importable.
 
@@ -66,20 +74,19 @@ def load_model(
         if num_classes < 1:
             raise InputError(f"num_classes is {num_classes}; give at least 1")
         arguments["num_classes"] = num_classes
-    if name.startswith("timm/"):
-        model = _from_timm(name.removeprefix("timm/"), weights, arguments)
+    maker, _, plain = re.sub("^timm/", "timm:", name).partition(":")
+    if plain and maker in _MAKERS:
+        model = _MAKERS[maker](plain, weights, arguments)
     elif ":" in name:
         if weights is not None:
             raise InputError(
                 f"{name} is your own function, which has no published weights; give a checkpoint"
             )
         model = _from_function(name, arguments)
-    elif name in _torchvision_names():
-        model = _from_torchvision(name, weights, arguments)
-    elif _timm_has(name):
+    elif name not in _torchvision_names() and _timm_has(name):
         model = _from_timm(name, weights, arguments)
     else:
-        raise InputError(_unknown(name, [*_torchvision_names(), *_timm_names()]))
+        model = _from_torchvision(name, weights, arguments)
     if checkpoint is not None:
         load_state_dict(model, read_checkpoint(checkpoint), source=str(checkpoint))
     return model
@@ -89,7 +96,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state dict from ``path`` onto the CPU, without running code that the file may contain.
 
     A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped, and so is the
-    model of a checkpoint that a run of fastlr writes (``checkpoints/last.pt``).
+    model of a checkpoint that a run of fastlr writes (``checkpoints/last.pt``). Objects of other
+    classes beside it (arguments, numpy's scalars, paths) are neither made nor read.
 
     Raises:
         InputError: No such file, an unreadable one, or one that holds something else than named
@@ -99,11 +107,26 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"checkpoint {path}: no such file")
     try:
-        state: Any = read_tensors(path)
+        state, objects = _content(path)
     except InputError as error:
         raise InputError(f"checkpoint {error}") from error
     except Exception as error:  # zip, pickle and safetensors each raise their own
         raise InputError(_unreadable(path, error)) from error
+    state = _unwrapped(state, path)
+    tensors: list[bool] = []
+    what = type(state).__name__
+    if isinstance(state, Mapping):
+        tensors = [isinstance(value, torch.Tensor) for value in state.values()]
+        what = f"a dictionary of {few(map(str, state))}"
+    # beside objects that were not read, what is no tensor may be or hold one of them
+    if not any(tensors) or (objects and not all(tensors)):
+        beside = f" (objects of {few(objects)})" if objects else ""
+        raise InputError(f"checkpoint {path}: holds {what}{beside}, not named tensors; {SAVE}")
+    return {str(k): v for k, v in state.items()}
+
+
+def _unwrapped(state: Any, path: Path) -> Any:
+    """Return what is in a wrapper, or in a checkpoint by which a run of fastlr goes on."""
     if isinstance(state, Mapping) and set(state) == RUN and isinstance(state["state"], Mapping):
         state = state["state"]
         if not isinstance(state.get("model"), Mapping):
@@ -114,19 +137,36 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     for key in WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    if not isinstance(state, Mapping) or not any(
-        isinstance(v, torch.Tensor) for v in state.values()
-    ):
-        what = (
-            f"a dictionary of {few(map(str, state))}"
-            if isinstance(state, Mapping)
-            else type(state).__name__
-        )
-        raise InputError(
-            f"checkpoint {path}: holds {what}, not named tensors; save it with "
-            "torch.save(model.state_dict(), path)"
-        )
-    return {str(k): v for k, v in state.items()}
+    return state
+
+
+class _Unread:
+    """Stands for what a checkpoint makes by a class or function that torch does not allow.
+
+    Nothing of it is run or kept, so that the tensors beside it can be read.
+    """
+
+    def __new__(cls, *_: Any) -> Any:
+        return {} if cls.__name__ == "collections.defaultdict" else super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        """Leave the object's content out."""
+
+
+def _content(path: Path) -> tuple[Any, list[str]]:
+    """Return what a file holds, and the classes and functions whose objects were not read in it."""
+    try:
+        return read_tensors(path), []
+    except pickle.UnpicklingError as refusal:
+        objects = re.findall(r"GLOBAL (\S+)", str(refusal))
+        if not objects:
+            raise
+        try:
+            objects = sorted(get_unsafe_globals_in_checkpoint(path))
+            with safe_globals([(type(name, (_Unread,), {}), name) for name in objects]):
+                return read_tensors(path), objects
+        except (ValueError, pickle.UnpicklingError):  # torch's old format, or one that it blocks
+            raise InputError(f"{path} holds objects of {few(objects)}: {SAVE}") from refusal
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -142,15 +182,15 @@ def _unreadable(path: Path, error: Exception) -> str:
             f"checkpoint {path} is no whole safetensors file ({first_line(error)}): download or "
             "save it again"
         )
-    if start.startswith(b"PK"):
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
         return (
             f"checkpoint {path} is a damaged or incomplete zip file of torch.save's: copy or save "
             "it again"
         )
     text = "it is a text file; " if start.isascii() and 0 not in start else ""
     return (
-        f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors: {text}save "
-        "one with torch.save(model.state_dict(), path)"
+        f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors: "
+        f"{text}{SAVE}"
     )
 
 
@@ -208,16 +248,16 @@ def load_state_dict(
 def _from_torchvision(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
     from torchvision.models import get_model
 
+    if name not in _torchvision_names():
+        raise InputError(_unknown(name))
     with _errors_of(f"torchvision's {name}", weights):
         return get_model(name, weights=weights, **arguments)
 
 
 def _from_timm(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
-    timm = _timm()
-    if timm is None:
-        raise InputError(f"timm/{name} needs timm, which is not installed: {install('models')}")
+    timm = _package("timm", f"timm/{name}")
     if not _timm_has(name):
-        raise InputError(_unknown(f"timm/{name}", _timm_names()))
+        raise InputError(_unknown(f"timm/{name}"))
     if weights not in (None, "DEFAULT"):
         raise InputError(
             f"weights {weights} of timm/{name}: give DEFAULT; a tag goes into the name, as in "
@@ -225,6 +265,33 @@ def _from_timm(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.
         )
     with _errors_of(f"timm's {name}", weights):
         return timm.create_model(name, pretrained=weights is not None, **arguments)
+
+
+def _from_transformers(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
+    """Make a model of Hugging Face's, in float32, by the class that its config names.
+
+    Its own weights are loaded. Nothing is downloaded, and no code that comes with it is run.
+    """
+    what, options = f"hf:{name}", {"local_files_only": True}
+    if weights is not None or "num_classes" in arguments:
+        raise InputError(f"{what} has its own weights and head: leave weights and classes out")
+    transformers = _package("transformers", what)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        model, loaded = kind.from_pretrained(name, output_loading_info=True, **options, **arguments)
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
+        why = first_line(error)
+        if isinstance(error, OSError) and not os.path.isdir(name):
+            why = f"no such folder, nor all of it in the cache: hf download {name} brings it there"
+        raise InputError(f"{what}: {why}") from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise InputError(
+            f"{what} has no weights for {few(missing)}, which would be random: save the whole "
+            "model there, or name in its config the class that was saved"
+        )
+    return model.float()
 
 
 @contextmanager
@@ -285,10 +352,35 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
         ) from error
 
 
+def usable_device(name: str, option: str) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        InputError: There is none, or it cannot be used; ``option`` stands before its name.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"{option}{name}: {first_line(error)}") from error
+    return device
+
+
 def _torchvision_names() -> list[str]:
     from torchvision.models import list_models
 
     return list_models()
+
+
+def _package(name: str, what: str) -> Any:
+    """Import a package that is needed for a model.
+
+    Raises:
+        InputError: It is not installed.
+    """
+    if not find_spec(name):
+        raise InputError(f"{what} needs {name}, which is not installed: {install('models')}")
+    return importlib.import_module(name)
 
 
 def _timm() -> Any:
@@ -303,25 +395,17 @@ def _timm_has(name: str) -> bool:
     )
 
 
-def _timm_names() -> list[str]:
-    timm = _timm()
-    if timm is None:
-        return []
-    return [f"timm/{name}" for name in timm.list_models()]
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown(name: str) -> str:
     """Say that there is no model of this name, with the closest known names."""
-    known = list(known)
-    close = get_close_matches(name, known, n=4)
-    if not close:  # compare with timm's names as well without their prefix
-        by_bare_name = {k.removeprefix("timm/"): k for k in known}
-        close = [
-            by_bare_name[k]
-            for k in get_close_matches(name.removeprefix("timm/"), list(by_bare_name), n=4)
-        ]
-    hint = "give a torchvision or timm name, or package.module:function for your own"
+    timm = _timm()
+    known = {} if timm is None else {bare: f"timm/{bare}" for bare in timm.list_models()}
+    known |= {bare: bare for bare in _torchvision_names()}
+    close = [known[bare] for bare in get_close_matches(name.removeprefix("timm/"), known, n=4)]
+    hint = "give a torchvision or timm name, hf:NAME, or package.module:function for your own"
     return f"no model is called {name}: {f'did you mean {few(close)}?' if close else hint}"
+
+
+_MAKERS = {"hf": _from_transformers, "timm": _from_timm, "torchvision": _from_torchvision}
 
 
 def _shape(value: Any) -> tuple | str:

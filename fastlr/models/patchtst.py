@@ -27,30 +27,8 @@ _SIZES = {
     "heads": "num_attention_heads",
     "ffn": "ffn_dim",
 }
-_RENAMED = {  # the modules of a layer there and here
-    "self_attn.out_proj.": "mix.",
-    "norm_sublayer1.batchnorm.": "norm1.",
-    "norm_sublayer3.batchnorm.": "norm2.",
-    "ff.0.": "expand.",
-    "ff.3.": "contract.",
-}
 _RATES = ("positional_dropout", "path_dropout", "ff_dropout")
 _SMALLEST_VARIANCE = 1e-5  # added to a window's variance, as Hugging Face does
-# The values of Hugging Face's configuration for the network to be this one.
-_HUGGING_FACE = {
-    "activation_function": "gelu",
-    "attention_dropout": 0.0,
-    "bias": True,
-    "channel_attention": False,
-    "head_dropout": 0.0,
-    "loss": "mse",
-    "norm_type": "batchnorm",
-    "pooling_type": "mean",
-    "pre_norm": True,
-    "share_embedding": True,
-    "share_projection": True,
-    "use_cls_token": False,
-}
 
 
 class PatchTST(nn.Module):
@@ -182,58 +160,6 @@ class PatchTST(nn.Module):
         forecast = self.head(h.view(len(x), self.channels, self.patches, -1).mean(2))
         return forecast.transpose(1, 2) * scale + mean
 
-    @classmethod
-    def from_hugging_face(cls, model: nn.Module) -> PatchTST:
-        """Return a copy of a ``transformers.PatchTSTForPrediction`` with copied weights.
-
-        It computes the same function.
-
-        Raises:
-            InputError: It is none, or has an option that this network lacks, named.
-        """
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "model_type", None) != "patchtst" or not hasattr(model, "head"):
-            raise InputError(f"{type(model).__name__} is no PatchTSTForPrediction of Hugging Face")
-        for name, value in _HUGGING_FACE.items():
-            if getattr(config, name) != value:
-                raise InputError(
-                    f"Hugging Face's PatchTST with {name}={getattr(config, name)}: only {value} is "
-                    "here"
-                )
-        if config.scaling not in ("std", True):
-            raise InputError(
-                f"Hugging Face's PatchTST with scaling={config.scaling}: only std is here"
-            )
-        rates = {getattr(config, name) for name in _RATES}
-        if len(rates) > 1:
-            raise InputError(
-                f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout "
-                "here"
-            )
-        state = dict(model.state_dict())
-        sizes: dict[str, Any] = {ours: getattr(config, theirs) for ours, theirs in _SIZES.items()}
-        learned = config.positional_encoding_type == "random"
-        copy = cls(**sizes, dropout=rates.pop(), learned_positions=learned)
-        encoder = "model.encoder."
-        named = {
-            "position": state[f"{encoder}positional_encoder.position_enc"],
-            **_renamed(state, f"{encoder}embedder.input_embedding.", "embedding."),
-            **_renamed(state, "head.projection.", "head."),
-        }
-        for i in range(config.num_hidden_layers):
-            theirs, ours = f"{encoder}layers.{i}.", f"layers.{i}."
-            for kind in ("weight", "bias"):
-                parts = [state[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv"]
-                named[f"{ours}qkv.{kind}"] = torch.cat(parts)
-            for old, new in _RENAMED.items():
-                named |= _renamed(state, theirs + old, ours + new)
-        copy.load_state_dict(named)
-        for module in copy.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.eps = config.norm_eps
-        parameter = next(model.parameters())
-        return copy.to(parameter.device, parameter.dtype).train(model.training)
-
 
 class EncoderLayer(nn.Module):
     """One pre-norm layer of the encoder on tokens ``[sequences x patches, width]``.
@@ -274,7 +200,7 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
             its defaults.
 
     Raises:
-        InputError: transformers is not installed, or refuses the settings.
+        InputError: transformers is not installed, or there is no such size.
     """
     try:
         from transformers import PatchTSTConfig, PatchTSTForPrediction
@@ -289,10 +215,7 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
         theirs: sizes.get(ours, defaults[ours].default) for ours, theirs in _SIZES.items()
     }
     settings |= {name: dropout for name in _RATES}
-    try:
-        return PatchTSTForPrediction(PatchTSTConfig(**settings))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"Hugging Face's PatchTST refuses its settings: {error}") from error
+    return PatchTSTForPrediction(PatchTSTConfig(**settings))
 
 
 def size_beside_the_papers(parameters: int) -> list[str]:
@@ -318,10 +241,3 @@ def _sine_cosine(patches: int, width: int) -> Tensor:  # [patches, width]
     table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], 2).flatten(1)
     table = table - table.mean()
     return table / (table.std() * 10)
-
-
-def _renamed(state: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
-    """The entries under one prefix, under another."""
-    return {
-        new + name.removeprefix(old): value for name, value in state.items() if name.startswith(old)
-    }

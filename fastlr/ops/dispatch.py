@@ -112,6 +112,7 @@ class Choice(NamedTuple):
     by_twins: bool = False
 
 
+_LAST_OF_LOW_WORD = (1 << 32) - 2  # number of an image; the next but one needs the high word, too
 # Of the process, not of a context: the backward pass on a GPU runs in another thread.
 _choice = Choice()
 _comparisons = kernel_checks.Comparisons()
@@ -178,39 +179,40 @@ def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
     """
     if not _choice.checked:
         return get(name, "triton")(*args)
-    call = _call(name, args)
-    serves = _comparisons.serves.get(call)
+    key = _key_of_call(name, args)
+    serves = _comparisons.serves.get(key)
     if serves is None:
-        return _at_first_call(name, args, call)
-    return _launched(name, args, call) if serves else NotImplemented
+        return _at_first_call(name, args, key)
+    return _launched(name, args, key) if serves else NotImplemented
 
 
-def _at_first_call(name: str, args: tuple[Any, ...], call: tuple) -> Any:
+def _at_first_call(name: str, args: tuple[Any, ...], key: tuple) -> Any:
     """Do as `_by_kernel` for a call that was not made yet, and note whether the kernel serves it.
 
     Nothing is noted where that cannot be told now: it is asked again at the next such call.
     """
     samples = SAMPLES[name]
-    kind = kernel_checks.kind_of_call(_launcher(name), args, samples)
+    kind = kernel_checks.kind_of_call(_kernel_launcher(name), args, samples)
     if _comparisons.off(name, kind):
-        _comparisons.serves.put(call, False)
+        _comparisons.serves.put(key, False)
         return NotImplemented
-    compared = _comparisons.known(name, kind, args)
-    if not compared and (not may_wait_for_device() or _capturing()):
+    was_compared = _comparisons.known(name, kind, args)
+    can_be_compared = may_wait_for_device() and not _capturing()
+    if not was_compared and not can_be_compared:
         return NotImplemented
-    result = _launched(name, args, call)
-    serves = result is not NotImplemented
-    if serves and not compared:
+    result = _launched(name, args, key)
+    serves: bool | None = result is not NotImplemented
+    if serves and not was_compared:
         kernel = get(name, "triton")
-        agrees = _comparisons.agrees(name, kind, kernel, twin(name), args, samples, result)
-        if agrees is None:  # memory did not suffice
+        serves = _comparisons.agrees(name, kind, kernel, twin(name), args, samples, result)
+        memory_did_not_suffice = serves is None
+        if memory_did_not_suffice:
             return result
-        serves = agrees
-    _comparisons.serves.put(call, serves)
+    _comparisons.serves.put(key, bool(serves))
     return result if serves else NotImplemented
 
 
-def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
+def _launched(name: str, args: tuple[Any, ...], key: tuple) -> Any:
     """Return the kernel's result, or NotImplemented where Triton cannot compile it.
 
     Then plain torch serves this call from now on.
@@ -221,13 +223,15 @@ def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
         if _choice.backend is not None or not _is_compilers(error):
             raise
         _warn_uncompiled(name, error)
-        _comparisons.serves.put(call, False)
+        _comparisons.serves.put(key, False)
         return NotImplemented
 
 
-def _launcher(name: str) -> Callable[..., Any] | None:
-    """The function that launches the kernel of an op; None without Triton."""
-    return getattr(import_module(TABLE[name]["triton"]), name) if find_spec("triton") else None
+def _kernel_launcher(name: str) -> Callable[..., Any] | None:
+    """Return the function that launches the kernel of an op; None where Triton is not installed."""
+    if not find_spec("triton"):
+        return None
+    return getattr(import_module(TABLE[name]["triton"]), name)
 
 
 def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
@@ -236,36 +240,44 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
     They are compared once for these options.
     """
     kind = repr({name: given for name, given in options.items() if name not in ("table", "seed")})
-    call = (str(device), kind)
-    known = _comparisons.serves.get(call)
+    key = (str(device), kind)
+    known = _comparisons.serves.get(key)
     if known is not None:
         return known
     if not may_wait_for_device():
         return False
-    count = max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"])))
-    # High words are compared too.
-    start = torch.full((1,), (1 << 32) - 2, dtype=torch.int64, device=device)
-    index = start + torch.arange(count, device=device)
-    right = True
-    for name, args in {
-        "shape_images_from": (start, count),
-        "shape_images_at": (index,),
-    }.items():
-        kernel = partial(get(name, "triton"), **options)
-        define = partial(get(name, "reference"), **options)
-        if _comparisons.off(name, kind):
-            right = False
-            continue
-        agrees = _comparisons.agrees(name, kind, kernel, define, args, SAMPLES[name], kernel(*args))
-        right = right and agrees is True
-    return _comparisons.serves.put(call, right)
+    some = max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"])))
+    first = torch.full((1,), _LAST_OF_LOW_WORD, dtype=torch.int64, device=device)
+    numbers = first + torch.arange(some, device=device)
+    agree = [
+        _image_kernel_agrees("shape_images_from", (first, some), options, kind),
+        _image_kernel_agrees("shape_images_at", (numbers,), options, kind),
+    ]
+    return _comparisons.serves.put(key, all(agree))
+
+
+def _image_kernel_agrees(
+    name: str, args: tuple[Any, ...], options: dict[str, Any], kind: str
+) -> bool:
+    """Return True if a kernel of shape images gives every bit of the definition for these."""
+    if _comparisons.off(name, kind):
+        return False
+    kernel = partial(get(name, "triton"), **options)
+    definition = partial(get(name, "reference"), **options)
+    try:
+        return bool(_comparisons.agrees(name, kind, kernel, definition, args, SAMPLES[name]))
+    except Exception as error:
+        if not _is_compilers(error):
+            raise
+        _warn_uncompiled(name, error)
+        return False
 
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _call(name: str, args: tuple[Any, ...]) -> tuple:
+def _key_of_call(name: str, args: tuple[Any, ...]) -> tuple:
     """Return all that the choice of a call's kernel depends on.
 
     That is the op, sizes, strides, dtypes, the device, whether memory is aligned, and options.
@@ -293,13 +305,19 @@ def _is_compilers(error: Exception) -> bool:
 
     if isinstance(error, (CompilationError, OutOfResources, PTXASError, CalledProcessError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _COMPILER_SAYS)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TRITON_SAYS)
 
 
-_COMPILER_SAYS = (
+_TRITON_SAYS = (
+    # Where it compiles.
     "PassManager::run failed",
     "Failed to find C compiler",
     "failed to translate module to LLVM IR",
+    # Where the driver loads what was compiled.
+    "Triton Error [CUDA]: device kernel image is invalid",
+    "Triton Error [CUDA]: no kernel image is available",
+    "Triton Error [CUDA]: a PTX JIT compilation failed",
+    "Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain",
 )
 
 
@@ -312,8 +330,9 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
     built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
     remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
     warnings.warn(
-        f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain "
-        f"torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the versions).",
+        f"{name}: Triton could not compile or load its kernel for this call ({lines[-1][:200]}); "
+        f"plain torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the "
+        "versions).",
         FastlrWarning,
         stacklevel=5,
     )
@@ -325,5 +344,18 @@ def _on_gpu(args: tuple[Any, ...]) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Return True if Triton is installed."""
-    return find_spec("triton") is not None
+    """Return True if Triton is installed and its kernels may run.
+
+    They may not on AMD GPUs, where none was tried: a warning says so.
+    """
+    if find_spec("triton") is None:
+        return False
+    if torch.version.hip is not None:
+        warnings.warn(
+            "torch is built for AMD GPUs (ROCm), on which fastlr's kernels were never tried: plain "
+            "torch serves, slower and right",
+            FastlrWarning,
+            stacklevel=4,
+        )
+        return False
+    return True

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fastlr.ops.philox import STREAMS, normal_quantiles, random_words
+from fastlr.ops.philox import STREAMS, half_words, normal_quantiles, random_words
 
 BLOCK = {"cpu": 1 << 17}  # elements of a block, which stay in the cache
 _BLOCK = 1 << 24  # elsewhere, where every block costs launches
@@ -57,9 +57,11 @@ def normals(index: Tensor, count: int, seed: int) -> Tensor:
     16 random bits choose each from a table of quantiles, so that every device gives the same
     values.
     """
-    words = random_words(seed, index, _STREAM, -(-count // 2), _NORMALS)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
-    return normal_quantiles().to(index.device)[halves].double()
+    return (
+        normal_quantiles()
+        .to(index.device)[half_words(seed, index, _STREAM, count, _NORMALS)]
+        .double()
+    )
 
 
 def uniforms(index: Tensor, count: int, seed: int) -> Tensor:

@@ -72,7 +72,7 @@ def through_activation(gradients: Gradients, kept: Tensor, activation: str) -> T
     return gradients.output + ops.run("activation_grad", each, kept, activation)
 
 
-def keeps_product(
+def keeps_unfolded_convolution(
     x: Tensor,  # [B, C, *spatial]
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
@@ -91,7 +91,7 @@ def keeps_product(
     return gram_pays(x, x.new_empty(0, len(weight), *size), weight.shape, geometry)
 
 
-def conv_and_product(
+def folded_and_unfolded_convolution(
     x: Tensor,  # [B, C, *spatial]
     block: Block,
     residual: Tensor | None = None,  # [B, O, *spatial']

@@ -331,9 +331,9 @@ class Comparisons:
         twin: Callable[..., Any],
         args: Sequence[Any],
         samples: Sequence[int],
-        result: Any,
+        result: Any = None,
     ) -> bool | None:
-        """Return True if a kernel's result of a first call agrees with its twin's.
+        """Return True if a kernel agrees with its twin at a first call, whose result may be known.
 
         None where memory did not suffice to tell.
 

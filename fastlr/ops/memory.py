@@ -30,6 +30,16 @@ def free_bytes(device: torch.device) -> int:
         return 4 << 30
 
 
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes of the device's memory, free or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 8 << 30
+
+
 def give_back() -> None:
     """Return to the system what malloc keeps of the memory that was freed, where it is glibc's."""
     with suppress(OSError, AttributeError):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from fastlr.errors import FastlrError
+from fastlr.errors import FastlrError, ModelError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -96,12 +96,28 @@ def _holds(thread: int, model: nn.Module) -> bool:
 
 
 def _parts(model: nn.Module) -> frozenset[int]:
-    """Ids of the modules, parameters and buffers of a model."""
+    """Return the ids of the modules, parameters and buffers of a model.
+
+    Raises:
+        ModelError: what stands in a module's place is none. A mock of one passes torch's own
+            checks, by its ``__class__``.
+    """
     parts: set[int] = set()
-    for module in all_modules(model):
+    todo = [("the model", model)]
+    while todo:
+        name, module = todo.pop()
+        if id(module) in parts:
+            continue
+        if not issubclass(type(module), nn.Module):
+            raise ModelError(
+                f"{name} is no nn.Module but a {type(module).__name__}: put a real module in its "
+                "place, such as nn.Identity()"
+            )
         parts.add(id(module))
         parts.update(map(id, module._parameters.values()))
         parts.update(map(id, module._buffers.values()))
+        below = type(module).__name__
+        todo += [(f"{key} of {below}", m) for key, m in module._modules.items() if m is not None]
     parts.discard(id(None))
     return frozenset(parts)
 

@@ -210,12 +210,12 @@ def normal_quantiles() -> Tensor:
     return torch.cat([-upper.flip(0), upper]).float()
 
 
-def half_words(seed: int, index: Tensor, stream: int, count: int) -> Tensor:
+def half_words(seed: int, index: Tensor, stream: int, count: int, first: int = 0) -> Tensor:
     """Return uniform 16-bit draws: ``[n, count]`` int64 in ``[0, 2**16)``.
 
     Each random word gives two, the low half first.
     """
-    words = random_words(seed, index, stream, (count + 1) // 2)
+    words = random_words(seed, index, stream, (count + 1) // 2, first)
     return torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
 
 

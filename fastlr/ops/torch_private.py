@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pkgutil import resolve_name
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
+from fastlr.ops.held import SharedContext
 from fastlr.ops.model_lock import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
@@ -121,21 +121,33 @@ def is_transformed(tensor: Tensor) -> bool:
     return _get("_C._functorch.is_functorch_wrapped_tensor")(tensor)
 
 
+def modes_without_values() -> list[str]:
+    """Return the names of torch's modes here in which tensors stand for values, or are traced."""
+    modes = _get("utils._python_dispatch._get_current_dispatch_mode_stack")()
+    names = [type(mode).__name__ for mode in modes]
+    return [name for name in names if name in ("FakeTensorMode", "ProxyTorchDispatchMode")]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return True for a tensor without values that FakeTensorMode has made."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
 # -- autograd
 # --------------------------------------------------------------------------------------------------
 
 
-def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
+def saved_tensors_are_hooked(*, besides: tuple[Any, Any] | None = None) -> bool:
     """Return True if default hooks see what autograd's nodes save here.
 
-    They do within a checkpointed part; hooks that are ``but`` do not count.
+    They do within a checkpointed part; those that are ``besides`` do not count.
 
     The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it,
     more slowly.
     """
     name = "_C._autograd._top_saved_tensors_default_hooks"
     if _has(name):
-        return _get(name)(True) not in (None, but)
+        return _get(name)(True) not in (None, besides)
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("fastlr looks whether there are any"):
             return False
@@ -253,68 +265,37 @@ def narrow_products(device: str) -> bool:
 
     What `full_products` sets meanwhile, in another thread perhaps, does not count.
     """
-    return _products.narrow(device)
+    with _full_products.lock:
+        return _narrow_before.get(device, False) if _narrow_before else _narrow(device)
 
 
-@contextmanager
-def full_products() -> Iterator[None]:
+def full_products() -> AbstractContextManager[None]:
     """Have float32 products keep all their digits within the context, in all threads.
 
     No TF32; sums of 16-bit products are in float32.
     """
-    _products.enter()
+    return _full_products.held()
+
+
+@contextmanager
+def _all_digits() -> Iterator[None]:
+    """Set all digits within the context, and put back what was."""
+    _narrow_before.update({device: _narrow(device) for device in _BACKENDS})
+    raised: list[_Setting] = []
     try:
+        for setting in _narrow_settings():
+            raised.append(setting)
+            setting.write(setting.full)
         yield
     finally:
-        _products.leave()
-
-
-class _Products:
-    """The precision of products, shared by all that ask for full precision.
-
-    The first that asks for all digits sets it, the last that needs them puts back what was.
-    """
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-        self._inside = 0
-        self._raised: list[_Setting] = []
-        self._before: dict[str, bool] = {}  # device -> whether its products were narrow
-
-    def narrow(self, device: str) -> bool:
-        with self._lock:
-            if self._inside:
-                return self._before.get(device, False)
-            return _narrow(device)
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = {device: _narrow(device) for device in _BACKENDS}
-                self._raise()
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._put_back()
-
-    def _raise(self) -> None:
-        self._raised = []
-        try:
-            for setting in _narrow_settings():
-                self._raised.append(setting)
-                setting.write(setting.full)
-        except BaseException:
-            self._put_back()
-            raise
-
-    def _put_back(self) -> None:
-        while self._raised:
-            setting = self._raised.pop()
+        for setting in reversed(raised):
             if _read(setting.read) == setting.full:  # else it was set by someone else meanwhile
                 setting.write(setting.before)
+        _narrow_before.clear()
+
+
+_full_products = SharedContext(_all_digits)
+_narrow_before: dict[str, bool] = {}  # device -> whether its products were, while all have digits
 
 
 class _Setting(NamedTuple):
@@ -327,9 +308,6 @@ class _Setting(NamedTuple):
     write: Callable[[Any], Any]
     before: Any
     full: Any
-
-
-_products = _Products()
 
 
 def _narrow(device: str) -> bool:

@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
-import pytest
+from pytest import approx, mark
 
 from bench.alarm import choices, losses, rings, signals
-from bench.alarm.rings import Rules
 from bench.alarm.signals import Course
+from fastlr.display import alarm
+from fastlr.display.alarm import Rules
 
 GUESS = 0.1
 
@@ -26,8 +27,8 @@ def course(accuracy, problem="made up", seed=0, variant="none", **measures):
 
 def rung_at(signal, sign, threshold, read_at):
     """Return the tasks at which one rule rings."""
-    held = rings.holds(np.asarray(signal, float), Rules(np.array([sign]), np.array([threshold])))
-    return read_at[rings.rings(held, read_at)[0]].tolist()
+    held = alarm.holds(np.asarray(signal, float), Rules(np.array([sign]), np.array([threshold])))
+    return read_at[alarm.rings(held, read_at)[0]].tolist()
 
 
 class TestLosses:
@@ -36,17 +37,21 @@ class TestLosses:
         # Of the ten that declare it, the last six (or all) are down; three are at the onset.
         assert 55 <= loss.declared <= 60
         assert loss.onset in (58, 59, 60)
-        assert losses.outcome(falling(60), GUESS) == losses.LOST
 
-    def test_nothing_is_declared_where_nothing_falls(self):
-        steady = falling(1000)
-        assert losses.find_loss(steady, GUESS) is None
-        assert losses.outcome(steady, GUESS) == losses.NOT_LOST
-
-    def test_a_fall_of_a_fifth_is_neither(self):
-        slipping = np.linspace(0.9, 0.6, 120)
-        assert losses.find_loss(slipping, GUESS) is None
-        assert losses.outcome(slipping, GUESS) == losses.UNCLEAR
+    @mark.parametrize(
+        ("accuracy", "outcome"),
+        [
+            (falling(60), losses.LOST),
+            (falling(60, low=0.0), losses.LOST),  # below a guess counts as nearer to it
+            (falling(21), losses.LOST_EARLY),  # right after the first block
+            (falling(1000), losses.NOT_LOST),
+            (np.linspace(0.9, 0.6, 120), losses.UNCLEAR),  # a fall of a fifth
+        ],
+        ids=["lost", "below a guess", "early", "steady", "slipping"],
+    )
+    def test_outcomes(self, accuracy, outcome):
+        assert losses.outcome(accuracy, GUESS) == outcome
+        assert (losses.find_loss(accuracy, GUESS) is not None) == outcome.startswith(losses.LOST)
 
     def test_noise_as_large_as_the_distance_declares_nothing(self):
         rng = np.random.default_rng(1)
@@ -57,14 +62,8 @@ class TestLosses:
     def test_best_block_ends_before_the_task(self):
         accuracy = np.concatenate([np.full(20, 0.5), np.full(20, 0.9)])
         assert losses.best_before(accuracy, 19) is None
-        assert losses.best_before(accuracy, 39).mean == pytest.approx(0.5)
-        assert losses.best_before(accuracy, 40).mean == pytest.approx(0.9)
-
-    def test_below_a_guess_counts_as_nearer_to_it(self):
-        assert losses.find_loss(falling(60, low=0.0), GUESS) is not None
-
-    def test_losses_right_after_the_first_block_are_apart(self):
-        assert losses.outcome(falling(21), GUESS) == losses.LOST_EARLY
+        assert losses.best_before(accuracy, 39).mean == approx(0.5)
+        assert losses.best_before(accuracy, 40).mean == approx(0.9)
 
     def test_shuffled_runs_have_the_same_accuracies(self):
         accuracy = falling(60)
@@ -77,7 +76,7 @@ class TestSignals:
         value = np.full(60, 8.0)
         value[40:] = 2.0
         got = signals.signal(course(falling(1000), local_redundancy=value), "local_redundancy")
-        assert got[0] == pytest.approx(0) and got[-1] == pytest.approx(math.log(0.25))
+        assert got[0] == approx(0) and got[-1] == approx(math.log(0.25))
 
     def test_a_value_of_zero_is_minus_infinity_and_none_is_nan(self):
         value = np.full(60, 8.0)
@@ -87,15 +86,15 @@ class TestSignals:
 
     def test_accuracy_is_a_share_of_the_distance_to_a_guess(self):
         got = signals.signal(course(falling(60, low=GUESS, noise=0.0)), "accuracy_3")
-        assert got[10] == pytest.approx(1) and got[-1] == pytest.approx(0, abs=1e-12)
+        assert got[10] == approx(1) and got[-1] == approx(0, abs=1e-12)
 
     def test_shares_are_differences(self):
         dormant = np.linspace(0.1, 0.9, 60)
         got = signals.signal(course(falling(60), dormant_ratio=dormant), "dormant_ratio")
-        assert got[-1] - got[0] == pytest.approx(0.8)
+        assert got[-1] - got[0] == approx(0.8)
 
     def test_trailing_means_are_of_fewer_tasks_at_the_start(self):
-        got = signals.trailing_mean(np.array([1.0, 2.0, 3.0, 4.0]), 3)
+        got = alarm.trailing_mean(np.array([1.0, 2.0, 3.0, 4.0]), 3)
         assert got.tolist() == [1.0, 1.5, 2.0, 3.0]
 
     def test_a_run_at_a_guess_has_no_signal_of_accuracy(self):
@@ -125,7 +124,7 @@ class TestRings:
     def test_what_is_not_known_rings_never(self):
         assert rung_at(np.full(60, np.nan), 1.0, -np.inf, self.read_at) == []
 
-    @pytest.mark.parametrize(
+    @mark.parametrize(
         ("ring", "lead", "false"),
         [(19, None, 1), (21, 40, 0), (57, 4, 0), (71, -10, 0), (73, None, 0)],
     )
@@ -189,15 +188,15 @@ class TestChoices:
         by_accuracy = found_in_time(courses, ACCURACY)
         assert by_measure["a"][0] >= 0.9
         assert by_accuracy["a"][0] <= 0.2
-        difference = choices.compare(by_measure, by_accuracy)
+        difference = choices.compare(by_measure, by_accuracy, list(by_measure))
         assert difference.low > 0 and not difference.worse_somewhere
         assert choices.warns_earlier(difference, choices.holm({"it": difference.p})["it"])
 
     def test_a_measure_that_falls_with_accuracy_does_not(self):
         courses = study(lead=-4)
-        difference = choices.compare(
-            found_in_time(courses, ["local_redundancy"]), found_in_time(courses, ACCURACY)
-        )
+        by_measure = found_in_time(courses, ["local_redundancy"])
+        by_accuracy = found_in_time(courses, ACCURACY)
+        difference = choices.compare(by_measure, by_accuracy, list(by_measure))
         assert not choices.warns_earlier(difference, choices.holm({"it": difference.p})["it"])
 
     def test_the_judged_problem_does_not_choose(self):
@@ -239,4 +238,4 @@ class TestChoices:
 
     def test_holms_method(self):
         adjusted = choices.holm({"a": 0.01, "b": 0.04, "c": 0.03})
-        assert adjusted == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+        assert adjusted == approx({"a": 0.03, "c": 0.06, "b": 0.06})

@@ -7,19 +7,19 @@ import json
 import re
 
 import numpy as np
-import pytest
 from continual_runs import GRID, write_grid, write_run
+from expected import refused
+from pytest import approx, fixture, mark, warns
 from rich.console import Console
 
 from bench.causes import report, runs
 from bench.causes.comparison import compare
 from bench.causes.correlations import together
-from fastlr.errors import InputError
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.options import COMPARED
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def grid(tmp_path_factory):
     return write_grid(tmp_path_factory.mktemp("grid"))
 
@@ -27,10 +27,7 @@ def grid(tmp_path_factory):
 def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
     found = compare(read_runs([grid]))
     assert found.names[0] == "none"
-    assert set(found.names) == {
-        "none",
-        *(f"way-{k}" for k in range(1, 9)),
-    }
+    assert set(found.names) == {"none", *(f"way-{k}" for k in range(1, 9))}
     by = {pair.measure: pair for pair in together(found, resamples=200)}
     cause, alone = by["local_redundancy"], by["weight_norm"]
     assert cause.values["between"] > 0.9
@@ -43,17 +40,15 @@ def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
         assert low < 0 < high
         assert abs(alone.values[kind]) < 0.45
     x, y = found.measures["local_redundancy"], found.accuracy
-    assert cause.values["between"] == pytest.approx(np.corrcoef(x.mean(1), y.mean(1))[0, 1])
+    assert cause.values["between"] == approx(np.corrcoef(x.mean(1), y.mean(1))[0, 1])
     deviations = [(part - part.mean(1, keepdims=True)).ravel() for part in (x, y)]
-    assert cause.values["within"] == pytest.approx(np.corrcoef(*deviations)[0, 1])
+    assert cause.values["within"] == approx(np.corrcoef(*deviations)[0, 1])
     dx, dy = ((part[1:] - part[0]).ravel() for part in (x, y))
-    assert cause.values["change"] == pytest.approx(
-        dx @ dy / np.linalg.norm(dx) / np.linalg.norm(dy)
-    )
+    assert cause.values["change"] == approx(dx @ dy / np.linalg.norm(dx) / np.linalg.norm(dy))
     late = read_run(grid / "way-3,seed-2")
     row = found.names.index("way-3")
-    assert x[row, 2] == pytest.approx(np.log(late.measure("local_redundancy")[80:]).mean())
-    assert y[row, 2] == pytest.approx(late.accuracy[80:].mean())
+    assert x[row, 2] == approx(np.log(late.measure("local_redundancy")[80:]).mean())
+    assert y[row, 2] == approx(late.accuracy[80:].mean())
 
 
 def test_the_report_says_whether_it_causes(grid, tmp_path, monkeypatch, capsys):
@@ -85,7 +80,7 @@ def test_the_report_says_whether_it_causes(grid, tmp_path, monkeypatch, capsys):
 def test_part_of_a_study_reports_and_tells_nothing_from_too_few(tmp_path):
     write_grid(tmp_path, seeds=1, tasks=30, grid=GRID[:3])
     write_run(tmp_path / "begun,seed-1", 3, seed=1)
-    with pytest.warns(UserWarning, match="1 of 4 runs have less than 9/10 of 30 tasks"):
+    with warns(UserWarning, match="1 of 4 runs have less than 9/10 of 30 tasks"):
         written = report.write_report([tmp_path], resamples=100)
     assert all(
         "too few to tell from chance" in written.findings[0].split(", ")[i] for i in range(3)
@@ -97,11 +92,11 @@ def test_part_of_a_study_reports_and_tells_nothing_from_too_few(tmp_path):
 
 def test_runs_of_one_intervention_are_not_compared(tmp_path):
     write_grid(tmp_path, seeds=2, tasks=30, grid=GRID[:1])
-    with pytest.raises(InputError, match="one intervention"):
+    with refused("one intervention"):
         report.write_report([tmp_path], resamples=100)
 
 
-@pytest.mark.long
+@mark.long
 def test_every_cell_of_the_study_runs_resumes_and_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "COMMON", {**runs.COMMON, "measure_every": 1, "redundancy_n": 16})
     problem = runs.Problem({"data": "permuted-digits", "random_images": 64, "epochs": 1}, seeds=1)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
+from pytest import approx, mark
 
 from bench import frozen
 
@@ -11,7 +11,7 @@ FROZEN = Path(frozen.__file__).parent / "results/cpu/frozen"
 CLOSE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2}  # of values on another processor
 
 
-@pytest.mark.long
+@mark.long
 def test_estimates_are_the_same_to_the_bit(tmp_path):
     frozen.make_estimates(tmp_path, tmp_path)
     old, new = (
@@ -22,11 +22,11 @@ def test_estimates_are_the_same_to_the_bit(tmp_path):
     assert old.keys() == new.keys()
     for name in old.keys() - {"made_by"}:
         value, wanted = (float.fromhex(table[name]["value"]) for table in (new, old))
-        assert value == pytest.approx(wanted, rel=CLOSE[name.split()[-1]]), name
+        assert value == approx(wanted, rel=CLOSE[name.split()[-1]]), name
         assert new[name]["routes"] == old[name]["routes"]
 
 
-@pytest.mark.long
+@mark.long
 def test_reports_are_the_same_but_for_last_digits(tmp_path):
     """Processors of one name add in other orders, so not to the last digit."""
     frozen.make_reports(tmp_path, FROZEN)
@@ -50,12 +50,14 @@ def test_differences_are_listed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("old", "new", "alike"),
     [
         ("r = 0.123456789", "r = 0.123456788", True),
         ("r = 0.12 ± 0.03", "r = 0.13 ± 0.03", True),  # rounded the other way
         ("1,230 of 5e-7", "1,231 of 5e-7", True),
+        ("| -0.0000 |", "| 0.0000 |", True),  # -1e-9 and 1e-9
+        ("-0.02", "0.02", False),
         ("r = 0.12", "r = 0.14", False),
         ("r = 1.23456789", "r = 1.23466789", False),
         ("it has fallen by 3", "it has risen by 3", False),

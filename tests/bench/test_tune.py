@@ -1,17 +1,17 @@
 """Tuning tries and takes block sizes by a stand-in clock; kernels launch with the table's."""
 
-from importlib.util import find_spec
+from types import SimpleNamespace
 
-import pytest
 import torch
+from expected import needs_triton
 
-from bench import traffic, tune
+from bench import noting, tune
 from bench.convolution_cases import geometry
 from fastlr import ops
 from fastlr.ops import tuning
 from fastlr.ops.block import Block, Loaded
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = needs_triton
 
 
 def asked(**shape):
@@ -60,16 +60,29 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have():
     assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
 
 
-def test_kernels_are_launched_with_the_block_sizes_of_the_table(
-    monkeypatch,
+def test_processes_that_compile_ahead_have_small_batches_and_failures_are_named(
+    monkeypatch, capsys
 ):
+    def started(command):
+        assert f"--batch={tune.BATCH_TO_COMPILE}" in command
+        return SimpleNamespace(wait=lambda: 7 if command[-1] == "1/2" else 0)
+
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tune.subprocess, "Popen", started)
+    tune.compile_ahead(["resnet50"])
+    assert capsys.readouterr().err.splitlines() == [
+        "compiling part 1/2 ahead failed with exit code 7"
+    ]
+
+
+def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
     given = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))
 
     def launched():
         found = []
-        with traffic.noted(lambda kernel, args, options: found.append(options)):
+        with noting.noted(lambda kernel, args, options, programs: found.append(options)):
             ops.run("folded_conv", *given)
         return found[0]["POSITIONS"], found[0]["num_warps"]
 

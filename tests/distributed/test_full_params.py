@@ -4,8 +4,8 @@ import itertools
 import math
 
 import full_params_ranks as work
-import pytest
 import torch
+from pytest import approx, importorskip, mark
 from ranks import Ended, good, run_ranks
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +29,7 @@ def close(got, want):
         assert (torch.as_tensor(got[name]) - want[name]).abs().le(1e-5 * total).all(), name
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@mark.parametrize("whole", [True, False])
 def test_measurements_within_a_training(whole):
     results = good(run_ranks(2, work.training, whole))
     for rank, each in enumerate(results):
@@ -43,17 +43,15 @@ def test_measurements_within_a_training(whole):
         want = fastlr.estimate(
             unsharded(each["weights"]), work.DRAWN, 7, predictive=work.PREDICTIVE, batch_size=2
         )
-        assert each["values"][-1] == pytest.approx(want.value, rel=1e-6)
+        assert each["values"][-1] == approx(want.value, rel=1e-6)
         assert each["routes"] == want.routes or not (whole or TOLD_APART)
-        assert each["per parameter"] == pytest.approx(
-            want.per_parameter, rel=1e-5, abs=1e-5 * want.value
-        )
+        assert each["per parameter"] == approx(want.per_parameter, rel=1e-5, abs=1e-5 * want.value)
 
 
 def test_parameters_on_demand():
     says = (
         "the model writes to a parameter of shape (1,) through another tensor",
-        "parameter scale of module (root) (Hidden) change the output but are not in its autograd "
+        "parameter scale of module (root) (Written) change the output but are not in its autograd "
         "graph",
         "weights['scale'] is a sharded DTensor, but this process measures alone",
         "No space left on device): let the environment variable TMPDIR name a folder",
@@ -80,7 +78,7 @@ def test_parameters_on_demand():
             assert text in said
 
 
-@pytest.mark.long
+@mark.long
 def test_ways_to_shard_and_to_measure():
     results = good(run_ranks(2, work.variants))
     model = work.tokens_model()
@@ -90,7 +88,7 @@ def test_ways_to_shard_and_to_measure():
     half = work.norms(model.bfloat16(), work.batch(3, 0))
     for rank, each in enumerate(results):
         assert each["frozen"] and each["exchanges"] == held, "each parameter is exchanged once"
-        assert each["shared"] == pytest.approx((value, norm, value), rel=1e-6)
+        assert each["shared"] == approx((value, norm, value), rel=1e-6)
         assert each["half on demand"]
         assert each["same output"], "the policy's casts are made without its hooks"
         total = sum(half.values())
@@ -99,14 +97,14 @@ def test_ways_to_shard_and_to_measure():
                 assert (torch.as_tensor(found[name]) - half[name]).abs().le(0.03 * total).all(), (
                     name
                 )
-        assert each["monitor"][0] == pytest.approx(value, rel=1e-6)
+        assert each["monitor"][0] == approx(value, rel=1e-6)
         assert [who for who, _ in each["monitor"][1]] == ([0] if rank == 0 else []), (
             "rank 0 keeps the best"
         )
         assert each["routes"] <= {"rule", "node"}
 
 
-@pytest.mark.long
+@mark.long
 def test_what_is_refused():
     says = [
         "ModelError: the model is under fully_shard: measure within "
@@ -132,18 +130,18 @@ def test_what_is_refused():
         assert found[6].startswith(late)
 
 
-@pytest.mark.long
+@mark.long
 def test_a_model_on_some_of_the_ranks():
     first, (other,), third = good(run_ranks(3, work.some_of_three))
     want = fastlr.estimate(work.tokens_model(), work.DRAWN, 4, predictive=work.PREDICTIVE).value
     says = "the ranks that share this estimate are not those of the sharded model"
     assert says in other
     for value, said in (first, third):
-        assert value == pytest.approx(want, rel=1e-6)
+        assert value == approx(want, rel=1e-6)
         assert says in said
 
 
-@pytest.mark.long
+@mark.long
 def test_a_rank_that_was_killed_is_an_error():
     said, gone = run_ranks(2, work.killed)
     assert isinstance(gone, Ended)
@@ -151,8 +149,8 @@ def test_a_rank_that_was_killed_is_an_error():
     assert said[1] < 30
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
+@mark.long
+@mark.parametrize(
     ("name", "mesh"),
     [
         *itertools.product(["gpt2", "llama", "vit", "mixtral"], [(2,), (4,)]),
@@ -162,12 +160,12 @@ def test_a_rank_that_was_killed_is_an_error():
     ],
 )
 def test_transformers(name, mesh):
-    pytest.importorskip("peft" if name == "lora" else "transformers")
+    importorskip("peft" if name == "lora" else "transformers")
     model, _, x, predictive, inputs = work.big(name)
     want = fastlr.per_sample_grad_sq_norms(model, x, work.cotangent, per_parameter=True)
     value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
     for each in good(run_ranks(math.prod(mesh), work.language_models, name, mesh)):
         close(each["norms"], want)
-        assert each["value"] == pytest.approx(value, rel=1e-5)
+        assert each["value"] == approx(value, rel=1e-5)
         assert each["as before"]
         assert each["on demand"], "the same bits"

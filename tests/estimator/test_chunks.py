@@ -5,16 +5,20 @@ The number is the same on all ranks and has no effect on results.
 
 import gc
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 import torch
+from expected import needs_gpu, warned
 from torch import nn
 
 import fastlr
 from fastlr.ghost import runtime
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.runtime import InputsThatFit
+from fastlr.ghost.verification import audit
 
 BYTES = 1000  # that an input takes at the peak, in these tests
 
@@ -32,7 +36,7 @@ def peaks(monkeypatch):
         measured.append(size)
         return size * BYTES
 
-    monkeypatch.setattr("fastlr.estimator.chunks.chunk_for_memory", lambda *_: 8)
+    monkeypatch.setattr("fastlr.estimator.chunks.chunk_for_memory", lambda *_: InputsThatFit(8, 8))
     monkeypatch.setattr("fastlr.estimator.chunks.peak_bytes", peak_bytes)
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 50 * BYTES)
     return measured
@@ -61,6 +65,40 @@ def test_the_measured_peak_gives_the_chunk_once(peaks):
     given = estimator(60, batch_size=8).measure()
     torch.testing.assert_close(first.per_sample, given.per_sample, rtol=1e-6, atol=0)
     assert (first.n, given.bytes_per_input) == (60, 0)
+
+
+def measured_with(free, monkeypatch):
+    """Measure a model of 48-entry inputs where only so many bytes are free."""
+    monkeypatch.setattr(runtime, "total_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: free)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.Tanh(), nn.Linear(300, 3))
+    return fastlr.estimate(model, fastlr.ShapeImages((3, 4, 4)), 60)
+
+
+def test_the_chunk_is_the_same_whatever_is_free(monkeypatch):
+    plenty, less = (measured_with(free, monkeypatch) for free in (1_000_000, 650_000))
+    assert 1 < plenty.batch_size == less.batch_size < 60
+    assert torch.equal(plenty.per_sample, less.per_sample)
+    assert not less.notes
+
+
+def test_a_note_says_that_little_memory_makes_the_chunk_smaller(monkeypatch):
+    plenty, little = (measured_with(free, monkeypatch) for free in (1_000_000, 250_000))
+    assert little.batch_size < plenty.batch_size
+    assert "little memory is free" in " ".join(little.notes)
+    torch.testing.assert_close(little.per_sample, plenty.per_sample, rtol=1e-4, atol=0)
+
+
+def test_a_value_does_not_depend_on_the_time_that_passes(monkeypatch):
+    results = []
+    for clock in (lambda: 0.0, count().__next__):
+        monkeypatch.setattr(audit.time, "perf_counter", clock)
+        results.append(estimator(60, batch_size=8).measure())
+    still, running = results
+    assert still.audits > running.audits, "only audits go by it"
+    assert torch.equal(still.per_sample, running.per_sample)
+    assert still.per_parameter == running.per_parameter
 
 
 @pytest.mark.parametrize(
@@ -92,7 +130,7 @@ def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks):
         return whole(start, stop)
 
     made.passes.norms = norms  # type: ignore[method-assign]
-    with pytest.warns(fastlr.errors.FastlrWarning, match="out of memory with 8 inputs"):
+    with warned("out of memory with 8 inputs"):
         assert made.measure().batch_size == 4
 
 
@@ -119,7 +157,7 @@ def test_the_peak_is_of_the_work_alone(monkeypatch):
     assert runtime.peak_bytes(torch.device("cuda"), work) == 300
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_a_chunk_on_a_gpu_takes_what_was_measured():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -143,7 +181,7 @@ def test_looking_at_what_a_pass_saves_leaves_no_graph():
         z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))
         return z
 
-    assert runtime.chunk_for_memory(ModelView.of(model), 1, forward) > 1
+    assert min(runtime.chunk_for_memory(ModelView.of(model), 1, forward)) > 1
     alive = ref(markers.pop())
     gc.collect()
     assert alive() is None

@@ -6,13 +6,17 @@ import json
 import math
 import sys
 import types
+import warnings
 from contextlib import nullcontext
 
-import pytest
 import torch
-from exact import redundancy
+from exact import redundancy, seeded
+from expected import failing, refused, warned
+from pytest import approx, mark, raises
 from single_samples import Written
 from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
 from untouched import untouched
 
 from fastlr.distributed.sharding import Team
@@ -24,14 +28,19 @@ from fastlr.estimator.estimator import (
     paired_difference,
     regression_memorization_bound,
 )
-from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
 from fastlr.ghost import runtime
 from fastlr.inputs import NoiseImages, TensorInputs
 from fastlr.ops import dispatch as ops
 from fastlr.ops import kernel_checks
-from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, gaussian_fisher
+from fastlr.ops.reference.fisher import (
+    bernoulli_fisher,
+    categorical_fisher,
+    diagonal_gaussian_fisher,
+    gaussian_fisher,
+)
 
 
 class Normal:
@@ -41,7 +50,7 @@ class Normal:
         self.width, self.most = width, most
 
     def batch(self, start, stop, *, seed, device, dtype):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         x = torch.randn(self.most, self.width, generator=generator, dtype=torch.float64)
         return x[start:stop].to(device, dtype)
 
@@ -64,22 +73,23 @@ CASES = {
     "100": (mlp(100, 3.0), Categorical(), categorical_fisher),
     "bernoulli": (mlp(3, 3.0), Bernoulli(), bernoulli_fisher),
     "gaussian": (mlp(4), Gaussian(0.7), lambda z: gaussian_fisher(4, 0.7)),
+    "diagonal": (mlp(4), DiagonalGaussian(), diagonal_gaussian_fisher),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@mark.parametrize("name", CASES)
 def test_exact_is_the_label_expectation(name):
     model, predictive, fisher = CASES[name]
     n = 12
     want = loop(model, Normal().batch(0, n, seed=0, device="cpu", dtype=torch.float64), fisher)
     got = estimate(model, Normal(), n, probe="exact", predictive=predictive, batch_size=5)
-    torch.testing.assert_close(got.per_sample, want, rtol=1e-10, atol=0)
-    assert got.value == pytest.approx(float(want.mean()), rel=1e-12)
-    assert got.stderr == pytest.approx(float(want.std()) / math.sqrt(n), rel=1e-9)
+    assert_close(got.per_sample, want, rtol=1e-10, atol=0)
+    assert got.value == approx(float(want.mean()), rel=1e-12)
+    assert got.stderr == approx(float(want.std()) / math.sqrt(n), rel=1e-9)
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
-@pytest.mark.parametrize("name", CASES)
+@mark.parametrize("probe", ["rademacher", "sampled"])
+@mark.parametrize("name", CASES)
 def test_probes_converge_to_exact(name, probe):
     """Over 500 draws of each of 8 inputs a probe's mean error is zero within its standard error."""
     model, predictive, fisher = CASES[name]
@@ -93,9 +103,9 @@ def test_probes_converge_to_exact(name, probe):
     assert abs(float(difference.mean())) < 4.5 * stderr + 1e-12 * got.value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gap", [20.0, 60.0, 95.0, 100.0])
-@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+@mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@mark.parametrize("gap", [20.0, 60.0, 95.0, 100.0])
+@mark.parametrize("probe", ["rademacher", "sampled"])
 def test_confident_low_precision_networks(dtype, gap, probe):
     """A two-class linear model of known logit gap has norms v^2 (||x||^2 + 1), not zero or off."""
     model = nn.Linear(4, 2).to(dtype)
@@ -109,7 +119,7 @@ def test_confident_low_precision_networks(dtype, gap, probe):
     squared = p * q if probe == "rademacher" else q * q
     want = 2 * squared * (float(x[0].square().sum()) + 1)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    assert got.value == pytest.approx(want, rel=tolerance)
+    assert got.value == approx(want, rel=tolerance)
     assert want > 0
 
 
@@ -118,11 +128,11 @@ def test_chunks_change_nothing_but_rounding():
     whole = estimate(model, Normal(), 101, batch_size=101)
     for size in (1, 2, 17, 100, 1000):
         part = estimate(model, Normal(), 101, batch_size=size)
-        torch.testing.assert_close(part.per_sample, whole.per_sample, rtol=1e-12, atol=0)
-        assert part.value == pytest.approx(whole.value, rel=1e-12)
-        assert part.per_parameter == pytest.approx(whole.per_parameter, rel=1e-11)
+        assert_close(part.per_sample, whole.per_sample, rtol=1e-12, atol=0)
+        assert part.value == approx(whole.value, rel=1e-12)
+        assert part.per_parameter == approx(whole.per_parameter, rel=1e-11)
     more = estimate(model, Normal(), 150)
-    torch.testing.assert_close(more.per_sample[:101], whole.per_sample, rtol=1e-12, atol=0)
+    assert_close(more.per_sample[:101], whole.per_sample, rtol=1e-12, atol=0)
     assert not torch.allclose(estimate(model, Normal(), 101, seed=1).per_sample, whole.per_sample)
 
 
@@ -138,8 +148,8 @@ def test_target_stops_at_the_same_n_for_every_chunk():
     assert (n - 100) % CHECK_EVERY == 0
     assert all(r.rel_stderr <= 0.03 for r in results)
     for r in results[1:]:
-        torch.testing.assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
-        assert r.per_parameter == pytest.approx(results[0].per_parameter, rel=1e-11)
+        assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
+        assert r.per_parameter == approx(results[0].per_parameter, rel=1e-11)
     before = torch.tensor(results[0].per_sample[: n - CHECK_EVERY].tolist())
     # It could not have stopped one look earlier.
     assert before.std() / math.sqrt(len(before)) / before.mean() > 0.03
@@ -161,15 +171,15 @@ def test_batch_probe_has_the_same_expectation():
     got = estimate(model, Normal(), 4000, probe="batch", batch_size=8)
     assert got.n == 500
     assert got.inputs_used == 4000
-    assert got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
+    assert got.bound(0.5) == approx(0.5 * 4000 * got.value)
     assert abs(got.value - exact.value) < 4.5 * math.hypot(got.stderr, exact.stderr)
-    assert sum(got.per_parameter.values()) == pytest.approx(got.value, rel=1e-10)
+    assert sum(got.per_parameter.values()) == approx(got.value, rel=1e-10)
     # one batch by hand
     x = Normal().batch(0, 8, seed=0, device="cpu", dtype=torch.float64)
     z = model(x)
     v = Categorical().cotangent(z, "sampled", range(8), 0)
     grads = torch.autograd.grad((z * v).sum() / 8, list(model.parameters()))
-    assert float(got.per_sample[0]) == pytest.approx(
+    assert float(got.per_sample[0]) == approx(
         8 * sum(float(g.square().sum()) for g in grads), rel=1e-10
     )
     # 250 by default, the last one of a single input.
@@ -193,8 +203,8 @@ class Stateful(nn.Module):
         return self.last(self.drop(self.frozen(self.norm(self.first(x)).relu())))
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "batch"])
-@pytest.mark.parametrize("fail", [False, True])
+@mark.parametrize("probe", ["rademacher", "batch"])
+@mark.parametrize("fail", [False, True])
 def test_the_model_is_left_as_it_was(fail, probe):
     torch.manual_seed(0)
     model = Stateful().train()
@@ -202,17 +212,17 @@ def test_the_model_is_left_as_it_was(fail, probe):
     model.first.weight.grad = torch.ones_like(model.first.weight)
     hooked = []
     model.last.register_forward_hook(lambda *_: hooked.append(1))
-    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(40, 6, generator=seeded(0))
     if fail:
         x[33] = torch.nan
-    with untouched(model), pytest.raises(NonFiniteError) if fail else nullcontext():
+    with untouched(model), raises(NonFiniteError) if fail else nullcontext():
         result = estimate(model, TensorInputs(x), 40, probe=probe, batch_size=8)
         assert set(result.per_parameter) == {
             n for n, p in model.named_parameters() if p.requires_grad
         }
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_grad_mode_of_the_caller_does_not_matter(context):
     model = mlp(3)
     want = estimate(model, Normal(), 20)
@@ -233,14 +243,14 @@ def test_local_redundancy_follows_the_weights():
         model[0].weight.mul_(2.0)
     changed = meter.measure()
     fresh = estimate(model, Normal(), 50, batch_size=16)
-    torch.testing.assert_close(changed.per_sample, fresh.per_sample, rtol=1e-12, atol=0)
+    assert_close(changed.per_sample, fresh.per_sample, rtol=1e-12, atol=0)
     difference, stderr = paired_difference(changed, first)
-    assert difference == pytest.approx(changed.value - first.value, rel=1e-9)
+    assert difference == approx(changed.value - first.value, rel=1e-9)
     spread = (changed.per_sample - first.per_sample).std()
-    assert stderr == pytest.approx(float(spread) / math.sqrt(50), rel=1e-9)
+    assert stderr == approx(float(spread) / math.sqrt(50), rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_kept_estimator_follows_the_precision(dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -270,25 +280,25 @@ def test_sample_axes_and_positions():
         out_dim=1,
         **kwargs,
     )
-    torch.testing.assert_close(moved.per_sample, want.per_sample, rtol=1e-12, atol=0)
-    torch.testing.assert_close(own.per_sample, want.per_sample, rtol=1e-12, atol=0)
+    assert_close(moved.per_sample, want.per_sample, rtol=1e-12, atol=0)
+    assert_close(own.per_sample, want.per_sample, rtol=1e-12, atol=0)
     exact = estimate(time_first, TensorInputs(x), in_dim=1, out_dim=1, probe="exact", **kwargs)
     by_hand = []
     for row in x:
         z = time_first(row[:, None])[:, 0]
         # Independent labels: F is block diagonal.
         by_hand.append(sum(redundancy(time_first, one) for one in z))
-    torch.testing.assert_close(exact.per_sample, torch.stack(by_hand), rtol=1e-10, atol=0)
+    assert_close(exact.per_sample, torch.stack(by_hand), rtol=1e-10, atol=0)
 
 
 def test_autocast_is_used_and_named():
     model = mlp(3).float()
     full = estimate(model, Normal(), 64)
-    low = estimate(model, Normal(), 64, dtype=torch.bfloat16)
+    low = estimate(model, Normal(), 64, dtype="bf16")
     assert low.dtype == "bfloat16"
     assert full.dtype is None
     assert low.value != full.value
-    assert low.value == pytest.approx(full.value, rel=0.03)
+    assert low.value == approx(full.value, rel=0.03)
 
 
 def test_out_of_memory_halves_the_chunk(monkeypatch):
@@ -304,28 +314,19 @@ def test_out_of_memory_halves_the_chunk(monkeypatch):
         return run(x, cotangent)
 
     monkeypatch.setattr(meter.engine, "run", limited)
-    with pytest.warns(FastlrWarning, match="32 inputs") as caught:
+    with warned("32 inputs") as caught:
         got = meter.measure()
     assert len(caught) == 1
     assert sizes[:3] == [32, 16, 8]
     assert got.batch_size == 8
     assert len(got.notes) == 2
-    torch.testing.assert_close(
-        got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0
-    )
-
-    def never(x, cotangent):
-        raise RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-        )
-
-    monkeypatch.setattr(meter.engine, "run", never)
-    with pytest.raises(ModelError, match="out of memory on cpu: one input does not fit"):
+    assert_close(got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0)
+    full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(meter.engine, "run", failing(full))
+    with refused("out of memory on cpu: one input does not fit", ModelError):
         meter.measure()
-    monkeypatch.setattr(
-        meter.engine, "run", lambda x, c: (_ for _ in ()).throw(RuntimeError("something else"))
-    )
-    with pytest.raises(RuntimeError, match="something else"):
+    monkeypatch.setattr(meter.engine, "run", failing(RuntimeError("something else")))
+    with refused("something else", RuntimeError):
         meter.measure()
 
 
@@ -333,8 +334,8 @@ def test_progress_is_told():
     seen = []
     got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=lambda *args: seen.append(args))
     assert [s[:2] for s in seen] == [(20, 50), (40, 50), (50, 50)]
-    assert seen[-1][2] == pytest.approx(got.value)
-    assert seen[-1][3] == pytest.approx(got.stderr)
+    assert seen[-1][2] == approx(got.value)
+    assert seen[-1][3] == approx(got.stderr)
 
 
 class Terminal(io.StringIO):
@@ -344,7 +345,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("progress", "terminal", "patience", "shown"),
     [
         (None, True, 0.0, True),
@@ -353,19 +354,22 @@ class Terminal(io.StringIO):
         (False, True, 0.0, False),
     ],
 )
-def test_a_long_call_shows_its_progress_on_a_terminal(
+def test_a_long_call_shows_its_proof_and_its_progress_on_a_terminal(
     monkeypatch, capsys, progress, terminal, patience, shown
 ):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(runtime, "PATIENCE", patience)
+    monkeypatch.setattr(runtime, "PROOF_PATIENCE", patience)
     monkeypatch.setattr(sys, "stderr", stderr := Terminal() if terminal else io.StringIO())
-    got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=progress)
-    assert ("local redundancy" in stderr.getvalue()) is shown
-    assert bool(stderr.getvalue()) is shown
+    meter = LocalRedundancy(mlp(3), Normal(), 50, batch_size=20, progress=progress)
+    got, text = meter.measure(), stderr.getvalue()
+    assert ("local redundancy" in text) is shown
+    assert ("fastlr: proving" in text) is shown
+    assert bool(text) is shown
     assert capsys.readouterr().out == ""
-    torch.testing.assert_close(
-        got.per_sample, estimate(mlp(3), Normal(), 50, batch_size=20).per_sample, rtol=0, atol=0
-    )
+    again = meter.measure()
+    assert stderr.getvalue().count("proving") == shown
+    assert_close(got.per_sample, again.per_sample, rtol=0, atol=0)
 
 
 def test_a_notebook_is_no_file(monkeypatch):
@@ -385,7 +389,7 @@ def test_records():
     assert back.to_dict() == got.to_dict()
     assert paired_difference(got, back) == (0.0, 0.0)
     bare = Estimate.from_dict(got.to_dict())
-    with pytest.raises(InputError, match="per_sample=True"):
+    with refused("per_sample=True"):
         paired_difference(got, bare)
     one = estimate(mlp(3), Normal(), 1)
     assert math.isnan(one.stderr)
@@ -395,41 +399,44 @@ def test_records():
     assert math.isnan(Estimate.from_dict(one.to_dict()).stderr)
     assert f"{got.value:.6g}" in str(got)
     assert "n = 30" in str(got)
-    with pytest.raises(InputError, match="record"):
+    with refused("record"):
         Estimate.from_dict({"value": 1.0})
 
 
 def test_bound():
     got = estimate(mlp(3), Normal(), 30)
-    assert got.bound(0.1) == pytest.approx(0.1 * 30 * got.value)
-    assert got.bound(0.1, n=1000) == pytest.approx(100 * got.value)
-    assert got.bound(0.1, unit="bits") == pytest.approx(got.bound(0.1) / math.log(2))
+    assert got.bound(0.1) == approx(0.1 * 30 * got.value)
+    assert got.bound(0.1, n=1000) == approx(100 * got.value)
+    assert got.bound(0.1, unit="bits") == approx(got.bound(0.1) / math.log(2))
     for bad in (
         {"epsilon": -1},
         {"epsilon": math.nan},
+        {"epsilon": "x"},
         {"epsilon": 1, "n": 0},
         {"epsilon": 1, "unit": "bytes"},
     ):
-        with pytest.raises(InputError):
+        with raises(InputError):
             got.bound(**bad)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "change",
     [{"seed": 1}, {"n": 31}, {"probe": "sampled"}, {"inputs": TensorInputs(torch.randn(30, 6))}],
 )
 def test_only_like_estimates_pair(change):
     base = {"inputs": Normal(), "n": 30}
     a, b = estimate(mlp(3), **base), estimate(mlp(3), **(base | change))
-    with pytest.raises(InputError, match="not paired"):
+    with refused("not paired"):
         paired_difference(a, b)
+    with refused("two results of fastlr.estimate.* not float and Estimate"):
+        paired_difference(1.0, b)
 
 
 def test_batches_pair_only_where_they_are_of_the_same_inputs():
     a, b = (estimate(mlp(3), Normal(), 50, probe="batch", batch_size=size) for size in (20, 24))
     assert a.n == b.n == 3
     assert paired_difference(a, a) == (0.0, 0.0)
-    with pytest.raises(InputError, match="batch_size is 20 and 24"):
+    with refused("batch_size is 20 and 24"):
         paired_difference(a, b)
 
 
@@ -438,11 +445,14 @@ class Wrong:
         return torch.randn(stop - start + 1, 6, dtype=dtype)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("change", "error", "match"),
     [
         ({"n": 0}, InputError, "n must be"),
         ({"n": True}, InputError, "n must be"),
+        ({"N": 3}, InputError, "'N': the arguments are model, inputs, n, predictive"),
+        ({"inputs": DataLoader(range(3))}, InputError, "of a DataLoader its loader.dataset"),
+        ({"inputs": TensorInputs(torch.zeros(20))}, InputError, "an axis of samples"),
         ({"probe": "hutchinson"}, InputError, "unknown probe"),
         ({"batch_size": 0}, InputError, "batch_size"),
         ({"seed": -1}, InputError, "seed"),
@@ -483,7 +493,7 @@ class Wrong:
 )
 def test_errors(change, error, match):
     arguments = {"model": mlp(3), "inputs": Normal(), "n": 20} | change
-    with pytest.raises(error, match=match):
+    with raises(error, match=match):
         estimate(**arguments)
 
 
@@ -496,8 +506,8 @@ def constant(*bias):
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
+@mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@mark.parametrize(
     ("head", "options"),
     [
         (nn.Linear(6, 2), {}),
@@ -512,24 +522,21 @@ def test_probabilities_are_not_taken_for_logits(head, options, dtype):
     model = nn.Sequential(copy.deepcopy(head), nn.Softmax(1)).to(dtype)
     meter = LocalRedundancy(model, Normal(), 8, **options)
     for _ in range(2):  # an estimator that is kept says it again
-        with pytest.raises(
-            InputError, match=r"probabilities.*logits.*predictive=fastlr.Categorical\(\)"
-        ):
+        with refused(r"probabilities.*logits.*predictive=fastlr.Categorical\(\)"):
             meter.measure()
     given = estimate(model, Normal(), 8, predictive=Categorical(), **options)
     assert given.predictive == "Categorical(dim=-1)"
 
 
 def test_probabilities_of_autocast_are_seen():
-    with pytest.raises(InputError, match="probabilities"):
+    with refused("probabilities"):
         estimate(nn.Sequential(nn.Linear(6, 5), nn.Softmax(1)), Normal(), 8, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "model",
     [
         nn.Sequential(nn.Linear(6, 5), nn.LogSoftmax(1)),  # the same distribution, and gradient
-        nn.Sequential(nn.Linear(6, 5), nn.Sigmoid()),
         nn.Sequential(nn.Linear(6, 2), nn.ReLU()),
         constant(0.0, 0.0, 0.0),
         constant(1.5, -0.5),  # sums to one, but one is negative
@@ -545,34 +552,49 @@ def test_logits_give_no_alarm(model):
         estimate(model, Normal(), 8, batch_size=4, **more)
         for more in ({}, {"predictive": Categorical()})
     )
-    torch.testing.assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
+    assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
+
+
+@mark.parametrize(
+    ("head", "options"),
+    [  # by the graph; by the values of 64 samples, two chunks of them
+        ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8}),
+        ([nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0)], {"n": 8, "predictive": Bernoulli()}),
+        ([nn.Linear(6, 5), nn.Hardsigmoid()], {"n": 64, "batch_size": 32}),
+    ],
+)
+def test_a_sigmoid_head_is_told_where_logits_are_taken(head, options):
+    model, inputs = nn.Sequential(*head), TensorInputs(torch.randn(64, 6))
+    with warned(r"sigmoid.*takes logits.*leave out the model's last"):
+        estimate(model, inputs, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastlrWarning)
+        estimate(model, inputs, **{**options, "predictive": Gaussian()})
+        estimate(model[:1], inputs, **options)
+        estimate(constant(0.5, 0.7), inputs, n=64)  # always the same
 
 
 def test_moments():
-    values = (
-        torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e6
-    )
+    values = torch.randn(1000, generator=seeded(0), dtype=torch.float64) + 1e6
     moments = Moments()
     for part in values.split([1, 0, 300, 699]):
         moments.add(part)
     assert moments.n == 1000
-    assert moments.mean == pytest.approx(float(values.mean()), rel=1e-15)
-    assert moments.variance == pytest.approx(float(values.var()), rel=1e-9)
-    assert moments.stderr == pytest.approx(float(values.std()) / math.sqrt(1000), rel=1e-9)
+    assert moments.mean == approx(float(values.mean()), rel=1e-15)
+    assert moments.variance == approx(float(values.var()), rel=1e-9)
+    assert moments.stderr == approx(float(values.std()) / math.sqrt(1000), rel=1e-9)
     assert math.isnan(Moments().stderr)
 
 
 def test_memorization_bounds():
-    assert memorization_gain([-0.5, -1.5], 3.0) == pytest.approx(1.0)
-    assert memorization_gain(
-        torch.tensor([[-0.5, -1.5], [-1.0, -3.0]]), [1.0, 2.0]
-    ) == pytest.approx(0.0)
-    assert memorization_gain(-2.0, 4 * math.log(2), "bits") == pytest.approx(4 - 2 / math.log(2))
-    assert regression_memorization_bound(10, 3, 1.0, 0.5) == pytest.approx(15 * math.log(2))
-    assert regression_memorization_bound(10, 3, 1.0, 0.5, "bits") == pytest.approx(15)
+    assert memorization_gain([-0.5, -1.5], 3.0) == approx(1.0)
+    assert memorization_gain(torch.tensor([[-0.5, -1.5], [-1.0, -3.0]]), [1.0, 2.0]) == approx(0.0)
+    assert memorization_gain(-2.0, 4 * math.log(2), "bits") == approx(4 - 2 / math.log(2))
+    assert regression_memorization_bound(10, 3, 1.0, 0.5) == approx(15 * math.log(2))
+    assert regression_memorization_bound(10, 3, 1.0, 0.5, "bits") == approx(15)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "arguments",
     [
         ([], 1.0),
@@ -583,11 +605,11 @@ def test_memorization_bounds():
     ],
 )
 def test_bad_arguments_of_the_gain(arguments):
-    with pytest.raises(InputError):
+    with raises(InputError):
         memorization_gain(*arguments)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "arguments",
     [
         (0, 1, 1.0, 1.0),
@@ -599,7 +621,7 @@ def test_bad_arguments_of_the_gain(arguments):
     ],
 )
 def test_bad_arguments_of_the_bound(arguments):
-    with pytest.raises(InputError):
+    with raises(InputError):
         regression_memorization_bound(*arguments)
 
 

@@ -4,8 +4,9 @@ import json
 import warnings
 from dataclasses import replace
 
-import pytest
 import torch
+from exact import seeded
+from expected import warned
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -16,13 +17,13 @@ from fastlr.estimator.result import Estimate, paired_difference
 N = 12
 
 
-def measured(inputs, seed=0, **options):
+def measured(inputs, seed=0, outputs=3, **options):
     torch.manual_seed(5)
-    return fastlr.estimate(nn.Linear(6, 3).double(), inputs, N, seed=seed, **options)
+    return fastlr.estimate(nn.Linear(6, outputs).double(), inputs, N, seed=seed, **options)
 
 
 def rows(change=None):
-    x = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(N, 6, generator=seeded(0))
     if change is not None:
         x[change] += 1
     return x
@@ -145,7 +146,7 @@ def test_what_cannot_be_told_is_named():
     first = measured(own)
     assert pairs(first, measured(own))
     for other in (Own(rows(6)), fastlr.TensorInputs(rows(6))):
-        with pytest.warns(FastlrWarning, match="inputs .*Own.*first two and the last alone"):
+        with warned("inputs .*Own.*first two and the last alone"):
             paired_difference(first, measured(other))
     own.x[0] += 1
     assert not pairs(first, measured(own))
@@ -155,7 +156,7 @@ def test_what_cannot_be_told_is_named():
 def on_images(predictive, channels=3):
     torch.manual_seed(5)
     model = nn.Conv2d(2, channels, 1)
-    x = torch.randn(N, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(N, 2, 2, 2, generator=seeded(0))
     return fastlr.estimate(model, fastlr.TensorInputs(x), N, predictive=predictive)
 
 
@@ -172,6 +173,12 @@ def test_predictives_that_differ_do_not_pair():
     ]
     assert pairs(gaussians[0], gaussians[1])
     assert not pairs(gaussians[0], gaussians[2])
+    kinds = (fastlr.DiagonalGaussian(), fastlr.DiagonalGaussian(dim=1), fastlr.Gaussian())
+    last, first, fixed = [
+        measured(fastlr.TensorInputs(rows()), outputs=4, predictive=kind) for kind in kinds
+    ]
+    assert pairs(last, first)
+    assert not pairs(last, fixed)
     mask = torch.tensor([[True, True], [False, True]])
     plain = on_images(fastlr.Categorical(dim=1))
     masked = on_images(fastlr.Categorical(dim=-3, mask=mask))
@@ -190,7 +197,7 @@ def test_a_predictive_of_ones_own_is_known_as_an_object():
     own = Halved()
     first = measured(fastlr.TensorInputs(rows()), predictive=own)
     assert pairs(first, measured(fastlr.TensorInputs(rows()), predictive=own))
-    with pytest.warns(FastlrWarning, match="predictive"):
+    with warned("predictive"):
         paired_difference(first, measured(fastlr.TensorInputs(rows()), predictive=Halved()))
     assert not pairs(first, measured(fastlr.TensorInputs(rows()), predictive=fastlr.Gaussian()))
 
@@ -208,7 +215,7 @@ def test_stored_estimates_pair_as_they_did():
     assert not pairs(back, measured(fastlr.TensorInputs(rows(6))))
     old = stored(first, "inputs_identity", "predictive_identity")
     for other in (old, first):
-        with pytest.warns(FastlrWarning, match="inputs .*first two and the last alone"):
+        with warned("inputs .*first two and the last alone"):
             assert paired_difference(old, other) == (0.0, 0.0)
     gaussian = measured(fastlr.TensorInputs(rows()), predictive=fastlr.Gaussian())
     assert not pairs(old, gaussian)

@@ -3,32 +3,49 @@
 import math
 from itertools import product
 
-import pytest
 import torch
+from exact import seeded
+from expected import refused
+from pytest import mark
+from torch.testing import assert_close
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import NonFiniteError
 from fastlr.estimator.passes import default_predictive
-from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.ops.fisher import categorical_root, uniforms
 from fastlr.ops.reference.fisher import (
     bernoulli_fisher,
     categorical_fisher,
+    diagonal_gaussian_fisher,
     gaussian_fisher,
     householder_root,
 )
 
 DRAWS = 20_000
+PAIRS = DiagonalGaussian(dim=1)
+CLASSES = (2, 3, 10, 100)
 
 
 def logits(classes, scale=2.0):
-    return scale * torch.randn(
-        classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64
-    )
+    return scale * torch.randn(classes, generator=seeded(classes), dtype=torch.float64)
+
+
+FISHER = {str(n): (Categorical(), logits(n), categorical_fisher) for n in CLASSES}
+FISHER |= {
+    "bernoulli": (Bernoulli(), logits(5, 1.0), bernoulli_fisher),
+    "gaussian": (Gaussian(2.5), logits(5, 1.0), lambda z: gaussian_fisher(len(z), 2.5)),
+    "diagonal": (DiagonalGaussian(), logits(6, 1.0), diagonal_gaussian_fisher),
+}
+
+
+def passes(cotangents):
+    """A cotangent, or several, as a list."""
+    return [cotangents] if torch.is_tensor(cotangents) else list(cotangents)
 
 
 def check_second_moment(v, fisher, sigmas=5.0):
     """Require E (w.v)^2 = w^T F w for 60 random w, each within ``sigmas`` standard errors."""
-    w = torch.randn(v.shape[1], 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    w = torch.randn(v.shape[1], 60, generator=seeded(7), dtype=torch.float64)
     w[:, :2] = 1.0 / w.shape[0]  # along the ones the softmax Fisher is zero; a wrong root is not
     w[0, 1] += 1.0
     squares = (v @ w).square()
@@ -37,7 +54,7 @@ def check_second_moment(v, fisher, sigmas=5.0):
     assert ((squares.mean(0) - want).abs() <= sigmas * stderr + 1e-14).all()
 
 
-@pytest.mark.parametrize("classes", [2, 3])
+@mark.parametrize("classes", [2, 3])
 def test_rademacher_over_all_signs_is_the_fisher_matrix(classes):
     z = logits(classes)
     fisher = categorical_fisher(z)
@@ -49,7 +66,7 @@ def test_rademacher_over_all_signs_is_the_fisher_matrix(classes):
         xi = torch.cat([xi[: int(best)], torch.zeros(1, dtype=torch.float64), xi[int(best) :]])
         patterns.append(categorical_root(p.sqrt(), best, xi))
     v = torch.stack(patterns)
-    torch.testing.assert_close(v.T @ v / len(v), fisher, rtol=0, atol=2e-16)
+    assert_close(v.T @ v / len(v), fisher, rtol=0, atol=2e-16)
     # the public function draws exactly these vectors
     drawn = Categorical().cotangent(z.expand(64, -1), "rademacher", range(64), seed=1)
     distance = (drawn[:, None] - v[None]).abs().amax(-1).amin(-1)
@@ -57,74 +74,57 @@ def test_rademacher_over_all_signs_is_the_fisher_matrix(classes):
     assert len(torch.unique(drawn.round(decimals=9), dim=0)) == len(v)
 
 
-@pytest.mark.parametrize("classes", [2, 3, 10, 100])
-def test_exact_is_the_fisher_matrix(classes):
+@mark.parametrize("predictive, z, fisher", FISHER.values(), ids=FISHER)
+def test_exact_is_the_fisher_matrix(predictive, z, fisher):
+    v = torch.stack(list(predictive.cotangent(z[None], "exact", range(1), seed=0)))[:, 0]
+    assert len(v) == len(z) - isinstance(predictive, Categorical)
+    assert_close(v.T @ v, fisher(z), rtol=1e-14, atol=1e-16 * len(z))
+
+
+@mark.parametrize("classes", CLASSES)
+def test_the_root_is_one_of_the_fisher_matrix(classes):
     z = logits(classes)
-    v = torch.stack(list(Categorical().cotangent(z[None], "exact", range(1), seed=0)))[:, 0]
-    assert len(v) == classes - 1
-    torch.testing.assert_close(v.T @ v, categorical_fisher(z), rtol=0, atol=1e-16 * classes)
     root = householder_root(z.softmax(0))
-    torch.testing.assert_close(root @ root.T, categorical_fisher(z), rtol=0, atol=1e-15)
+    assert_close(root @ root.T, categorical_fisher(z), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
-@pytest.mark.parametrize("classes", [2, 10, 100])
-def test_categorical_converges_to_the_fisher_matrix(probe, classes):
-    z = logits(classes)
-    v = Categorical().cotangent(z.expand(DRAWS, -1), probe, range(DRAWS), seed=5)
+@mark.parametrize("probe", ["rademacher", "sampled"])
+@mark.parametrize("predictive, z, fisher", FISHER.values(), ids=FISHER)
+def test_draws_converge_to_the_fisher_matrix(predictive, z, fisher, probe):
+    v = predictive.cotangent(z.expand(DRAWS, -1), probe, range(DRAWS), seed=5)
     assert v.dtype == torch.float64
-    check_second_moment(v, categorical_fisher(z))
+    check_second_moment(v, fisher(z))
     trace = v.square().sum(1)
-    z_score = (trace.mean() - categorical_fisher(z).trace()) / (
-        trace.std() / math.sqrt(DRAWS) + 1e-15
-    )
-    assert abs(z_score) < 4.5
+    stderr = trace.std() / math.sqrt(DRAWS) + 1e-13
+    assert abs(trace.mean() - fisher(z).trace()) / stderr < 4.5
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
-def test_bernoulli_and_gaussian_converge_to_the_fisher_matrix(probe):
-    z = logits(5, 1.0)
-    rows = z.expand(DRAWS, -1)
-    check_second_moment(Bernoulli().cotangent(rows, probe, range(DRAWS), 0), bernoulli_fisher(z))
-    v = Gaussian(2.5).cotangent(rows, probe, range(DRAWS), 0)
-    check_second_moment(v, gaussian_fisher(5, 2.5))
+@mark.parametrize("probe", ["rademacher", "sampled"])
+def test_gaussian_draws_are_signs_or_normal(probe):
+    v = 2.5 * Gaussian(2.5).cotangent(torch.zeros(DRAWS, 5), probe, range(DRAWS), 0)
     if probe == "rademacher":
-        torch.testing.assert_close(v.abs(), torch.full_like(v, 1 / 2.5), rtol=0, atol=0)
-    else:  # normal, not only of unit variance
-        assert abs(float((v * 2.5).pow(4).mean()) - 3.0) < 0.1
+        assert (v.abs() == 1).all()
+    else:
+        assert abs(float(v.pow(4).mean()) - 3.0) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("predictive", "fisher"),
-    [(Bernoulli(), bernoulli_fisher), (Gaussian(0.5), lambda z: gaussian_fisher(len(z), 0.5))],
-)
-def test_exact_of_element_wise_predictives(predictive, fisher):
-    z = logits(4)
-    v = torch.stack(list(predictive.cotangent(z.view(1, 2, 2), "exact", range(1), 0))).view(-1, 4)
-    torch.testing.assert_close(v.T @ v, fisher(z), rtol=1e-14, atol=1e-16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gap", [1.0, 20.0, 40.0, 60.0, 80.0, 95.0, 100.0])
+@mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@mark.parametrize("gap", [1.0, 20.0, 40.0, 60.0, 80.0, 95.0, 100.0])
 def test_logit_gaps_lose_nothing(dtype, gap):
     z = torch.tensor([[gap, 0.0], [-gap, 0.0]], dtype=dtype)
     q = 1 / (1 + math.exp(gap if dtype == torch.float64 else float(z[0, 0])))
     p = 1 / (1 + math.exp(-float(z[0, 0])))
     v = Categorical().cotangent(z, "rademacher", range(2), 0)
-    torch.testing.assert_close(
+    assert_close(
         v.abs(), torch.full((2, 2), math.sqrt(p * q), dtype=torch.float64), rtol=1e-13, atol=0
     )
     sampled = Categorical().cotangent(z, "sampled", range(2), 0)
     if gap >= 20:  # the label drawn is the sure one: its score is q
-        torch.testing.assert_close(
-            sampled.abs(), torch.full((2, 2), q, dtype=torch.float64), rtol=1e-13, atol=0
-        )
+        assert_close(sampled.abs(), torch.full((2, 2), q, dtype=torch.float64), rtol=1e-13, atol=0)
         logit = z[:, :1]
         for probe, want in (("rademacher", math.sqrt(p * q)), ("sampled", q)):
             v = Bernoulli().cotangent(logit, probe, range(2), 0).abs()
-            torch.testing.assert_close(
-                v, torch.full((2, 1), want, dtype=torch.float64), rtol=1e-13, atol=0
-            )
+            assert_close(v, torch.full((2, 1), want, dtype=torch.float64), rtol=1e-13, atol=0)
 
 
 def test_scores_of_both_labels_have_full_precision():
@@ -134,8 +134,8 @@ def test_scores_of_both_labels_have_full_precision():
     q = 1 / (1 + math.exp(gap))
     v = Categorical().cotangent(z, "sampled", range(draws), seed=2)
     rare = v[:, 1] > 0
-    torch.testing.assert_close(v[~rare, 1], torch.full_like(v[~rare, 1], -q), rtol=1e-13, atol=0)
-    torch.testing.assert_close(v[rare, 1], torch.full_like(v[rare, 1], 1 - q), rtol=1e-13, atol=0)
+    assert_close(v[~rare, 1], torch.full_like(v[~rare, 1], -q), rtol=1e-13, atol=0)
+    assert_close(v[rare, 1], torch.full_like(v[rare, 1], 1 - q), rtol=1e-13, atol=0)
     assert abs(int(rare.sum()) - draws * q) < 5 * math.sqrt(draws * q) + 1
     bernoulli = Bernoulli().cotangent(z[:, :1] - z[:, 1:], "sampled", range(draws), seed=2)
     assert abs(int((bernoulli < 0).sum()) - draws * q) < 5 * math.sqrt(draws * q) + 1
@@ -153,38 +153,39 @@ def test_uniforms_are_uniform_and_fine_near_zero():
     assert ((u * 2**53) % 1 != 0).any()  # values below 1/2 keep more bits than a 53-bit grid has
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
-@pytest.mark.parametrize("predictive", [Categorical(dim=1), Bernoulli(), Gaussian(2.0)], ids=repr)
+@mark.parametrize("probe", ["rademacher", "sampled"])
+@mark.parametrize("predictive", [Categorical(dim=1), Bernoulli(), Gaussian(2.0), PAIRS], ids=repr)
 def test_draws_do_not_depend_on_the_chunk(predictive, probe):
-    z = torch.randn(13, 5, 3, 7, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(13, 6, 3, 7, generator=seeded(0))
     whole = predictive.cotangent(z, probe, range(100, 113), seed=2**63 + 5)
     parts = [
         predictive.cotangent(z[i : i + 4], probe, range(100 + i, min(104 + i, 113)), 2**63 + 5)
         for i in (0, 4, 8, 12)
     ]
     assert torch.equal(whole, torch.cat(parts))
-    order = torch.randperm(13, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(13, generator=seeded(1))
     assert torch.equal(whole[order], predictive.cotangent(z[order], probe, order + 100, 2**63 + 5))
     assert not torch.equal(whole, predictive.cotangent(z, probe, range(100, 113), seed=6))
     assert not torch.equal(whole, predictive.cotangent(z, probe, range(101, 114), seed=2**63 + 5))
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
-@pytest.mark.parametrize("predictive", ["categorical", "bernoulli", "gaussian"])
+@mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+@mark.parametrize("predictive", ["categorical", "bernoulli", "gaussian", "diagonal"])
 def test_layout_of_the_output_does_not_matter(predictive, probe):
     """Sample axis and class axis anywhere, strided memory: the same numbers in the same places."""
-    z = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(4, 6, 4, generator=seeded(0))
 
     def make(dim):
         return {
             "categorical": Categorical(dim=dim),
             "bernoulli": Bernoulli(),
             "gaussian": Gaussian(),
+            "diagonal": DiagonalGaussian(dim=dim),
         }[predictive]
 
     def run(output, dim, sample_dim):
         v = make(dim).cotangent(output, probe, range(4), 3, sample_dim=sample_dim)
-        return [v] if isinstance(v, torch.Tensor) else list(v)
+        return passes(v)
 
     base = run(z, -1, 0)
     for a, b in zip(base, run(z.transpose(0, 1), -1, 1), strict=True):
@@ -197,14 +198,14 @@ def test_layout_of_the_output_does_not_matter(predictive, probe):
         assert v.dtype == torch.float64
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+@mark.parametrize("probe", ["rademacher", "sampled", "exact"])
 def test_mask_leaves_positions_out(probe):
-    z = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    z = torch.randn(3, 5, 4, generator=seeded(0))
     z[:, 4] = torch.nan  # masked everywhere: not even looked at
     mask = torch.tensor([True, False, True, True, False])
 
     def total(v):
-        return v.square() if isinstance(v, torch.Tensor) else sum(w.square() for w in v)
+        return sum(w.square() for w in passes(v))
 
     got = total(Categorical(mask=mask).cotangent(z, probe, range(3), 0))
     want = total(Categorical().cotangent(z.nan_to_num(0.0), probe, range(3), 0))
@@ -220,29 +221,31 @@ def test_mask_leaves_positions_out(probe):
         assert len(list(Categorical(mask=mask).cotangent(z, probe, range(3), 0))) == 3 * 3
 
 
-@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+@mark.parametrize("probe", ["rademacher", "sampled", "exact"])
 def test_classes_of_probability_zero(probe):
     z = torch.tensor([[1.0, -math.inf, 2.0, -math.inf], [-math.inf, 0.0, -math.inf, -math.inf]])
     v = Categorical().cotangent(z, probe, range(2), 0)
-    v = v[None] if isinstance(v, torch.Tensor) else torch.stack(list(v))
+    v = torch.stack(passes(v))
     assert v.isfinite().all()
     assert (v[:, 0, [1, 3]] == 0).all()
     assert (v[:, 0, [0, 2]] != 0).any()
     assert (v[:, 1] == 0).all()
     b = Bernoulli().cotangent(torch.tensor([[math.inf, -math.inf]]), probe, range(1), 0)
-    assert all((w == 0).all() for w in ([b] if isinstance(b, torch.Tensor) else b))
+    assert not any(w.any() for w in passes(b))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@mark.parametrize("value", [math.nan, math.inf])
 def test_outputs_that_are_no_distribution(value):
     z = torch.tensor([[1.0, value, 2.0]])
-    with pytest.raises(NonFiniteError, match="softmax"):
+    with refused("softmax", NonFiniteError):
         Categorical().cotangent(z, "rademacher", range(1), 0)
-    with pytest.raises(NonFiniteError, match="softmax"):
+    with refused("softmax", NonFiniteError):
         Categorical().cotangent(torch.full((1, 3), -math.inf), "sampled", range(1), 0)
-    with pytest.raises(NonFiniteError, match="Gaussian"):
+    with refused("Gaussian", NonFiniteError):
         Gaussian().cotangent(z, "rademacher", range(1), 0)
-    with pytest.raises(NonFiniteError, match="sigmoid"):
+    with refused("log deviation", NonFiniteError):
+        DiagonalGaussian().cotangent(torch.tensor([[0.0, -value]]), "sampled", range(1), 0)
+    with refused("sigmoid", NonFiniteError):
         Bernoulli().cotangent(z * math.nan, "rademacher", range(1), 0)
 
 
@@ -253,7 +256,7 @@ def drawn(z=Z, probe="sampled", index=range(2), seed=0, kind=PLAIN, **axes):
     return kind.cotangent(z, probe, index, seed, **axes)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("given", "match"),
     [
         ({"z": torch.zeros(2, 1)}, "Bernoulli"),
@@ -274,6 +277,8 @@ def drawn(z=Z, probe="sampled", index=range(2), seed=0, kind=PLAIN, **axes):
         ({"probe": "exact", "kind": Categorical(limit=1)}, "needs 2 .*limit=1"),
         ({"probe": "exact", "kind": Gaussian(limit=2)}, "needs 3 .*limit=2"),
         ({"probe": "exact", "kind": Bernoulli(limit=2)}, "needs 3 .*limit=2"),
+        ({"kind": DiagonalGaussian()}, r"size 3.*Gaussian\(sigma\)"),
+        ({"kind": DiagonalGaussian(dim=0)}, "another axis"),
         ({"probe": "exact", "z": torch.zeros(2, 40, 100)}, "needs 3960"),
         ({"kind": Categorical(mask=torch.ones(3) > 0), "z": torch.zeros(2, 4, 3)}, "broadcast"),
         (
@@ -287,11 +292,11 @@ def drawn(z=Z, probe="sampled", index=range(2), seed=0, kind=PLAIN, **axes):
     ],
 )
 def test_what_has_no_cotangent_is_named(given, match):
-    with pytest.raises(InputError, match=match):
+    with refused(match):
         drawn(**given)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("kind", "argument", "match"),
     [
         (Gaussian, 0.0, "positive"),
@@ -305,7 +310,7 @@ def test_what_has_no_cotangent_is_named(given, match):
     ],
 )
 def test_predictives_that_do_not_fit_are_named(kind, argument, match):
-    with pytest.raises(InputError, match=match):
+    with refused(match):
         kind(argument)
 
 

@@ -7,8 +7,9 @@ run on real graphs too.
 
 from contextlib import contextmanager
 
-import pytest
 import torch
+from expected import failing, needs_gpu
+from pytest import approx, fixture, mark, raises
 from recorders import DEVICES, Again, Waits
 from single_samples import Written
 from torch import nn
@@ -57,7 +58,7 @@ class Made(fastlr.ShapeImages):
         )
 
 
-@pytest.fixture(params=DEVICES)
+@fixture(params=DEVICES)
 def device(request):
     return request.param
 
@@ -80,10 +81,10 @@ def captured_net(device):
 def agree(a, b):
     torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-6, atol=0)
     for name, value in a.per_parameter.items():
-        assert value == pytest.approx(b.per_parameter[name], rel=1e-6)
+        assert value == approx(b.per_parameter[name], rel=1e-6)
 
 
-@pytest.mark.parametrize("n", [40, 44])
+@mark.parametrize("n", [40, 44])
 def test_same_numbers(device, n):
     model = captured_net(device)
     with_graphs = estimator(model, n)
@@ -119,7 +120,7 @@ def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device):
     for result in (first, again):
         agree(result, plain)
         assert result.n == 21
-        assert sum(result.per_parameter.values()) == pytest.approx(result.value)
+        assert sum(result.per_parameter.values()) == approx(result.value)
 
 
 def test_a_measurement_reads_from_the_device_once(monkeypatch):
@@ -129,7 +130,7 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch):
     """
     graphs = estimator(captured_net("cpu"), inputs=Made((3, 16, 16)))
     graphs.measure()
-    monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
+    monkeypatch.setattr(Audits, "due", lambda self: False)
     events = []
     waits = Waits(events)
     recorder = graphs.chunks.replays.held[8].recorder
@@ -151,7 +152,7 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch):
     assert events == ["launch"] * 5 + ["program", "copied"]
 
 
-@pytest.mark.parametrize("read", ["item", "__bool__", "tolist", "nonzero", "cpu"])
+@mark.parametrize("read", ["item", "__bool__", "tolist", "nonzero", "cpu"])
 def test_a_wait_would_be_seen(read, monkeypatch):
     events = []
     x = torch.ones(1)
@@ -231,7 +232,7 @@ def test_weights_that_moved_are_captured_anew(device):
     assert graphs.chunks.replays.held[8] is not replay
 
 
-@pytest.mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
+@mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
 def test_program_that_changed_is_seen(device, change):
     model = captured_net(device)
     graphs = estimator(model)
@@ -260,20 +261,20 @@ def test_the_program_is_compared_once_a_measurement(device, monkeypatch):
     )
     graphs.measure()
     assert len(asked) == 1  # of five chunks
-    monkeypatch.setattr(Replay, "run", lambda self, start: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(Replay, "run", failing(KeyboardInterrupt))
+    with raises(KeyboardInterrupt):
         graphs.measure()
     monkeypatch.undo()
     model.features[1].eps = 0.5  # while no measurement was under way
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_after_a_capture_that_failed_all_is_as_before():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.ones(3, device="cuda")
     before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError):
+    with raises(RuntimeError):
         CudaRecorder(device).capture(lambda: x.sum().item())
     assert torch.cuda.current_stream() == before
     recorder = CudaRecorder(device)
@@ -303,7 +304,7 @@ def test_values_that_are_not_finite_raise_as_without(device):
     graphs.measure()
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
-    with pytest.raises(fastlr.errors.NonFiniteError):
+    with raises(fastlr.errors.NonFiniteError):
         graphs.measure()
     with torch.no_grad():
         model.head.weight[0, 0] = 0.0
@@ -343,29 +344,25 @@ def test_idle_time_does_not_count(monkeypatch):
     """Of a measurement that was interrupted between its replays and their checks."""
     graphs = estimator(captured_net("cpu"))
     graphs.measure()
-    monkeypatch.setattr(
-        type(graphs.chunks.replays), "doubts", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(type(graphs.chunks.replays), "doubts", failing(KeyboardInterrupt))
+    with raises(KeyboardInterrupt):
         graphs.measure()
     assert graphs.chunks.replays.clock is not None
     graphs.chunks.begin()
     assert graphs.chunks.replays.clock is None
 
 
-def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
-    monkeypatch,
-):
+def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(monkeypatch):
     graphs = estimator(captured_net("cpu"))
     graphs.measure()
     monkeypatch.setattr(audit, "SHARE", 0.0)
     audits = graphs.engine.audits
     audits.owe()
-    monkeypatch.setattr(type(graphs.engine), "audit", lambda self, *given: False)
+    monkeypatch.setattr(type(graphs.engine), "audit_planned", lambda self, *given: False)
     result = graphs.measure()
     assert any("dropped" in note for note in result.notes)
     assert result.audits == 1
-    assert not audits.due(fresh=False)
+    assert not audits.due()
 
 
 def test_after_a_failed_audit_nothing_is_replayed():
@@ -393,7 +390,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
     model = captured_net("cpu")
     graphs = estimator(model)
     graphs.measure()
-    monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
+    monkeypatch.setattr(Audits, "due", lambda self: False)
     monkeypatch.setattr(RoundingProbe, "in_other_precision", in_other_precision)
     monkeypatch.setattr(agreement, "rounding", lambda dtype, *, low: 1e-12)
     monkeypatch.setattr(
@@ -416,9 +413,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(
-    device,
-):
+def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(device):
     model = captured_net(device)
     graphs = estimator(model, dtype=torch.bfloat16)
     graphs.measure()
@@ -430,9 +425,7 @@ def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known
     assert not replay.clean(False, True)
 
 
-def test_other_threads_draw_random_numbers_during_a_capture(
-    monkeypatch,
-):
+def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch):
     """With a stand-in of torch's generators.
 
     The one that a capture makes its own is not the device's.
@@ -567,9 +560,7 @@ def test_a_replay_that_writes_nothing_is_seen(device):
     assert any("CUDA graph dropped" in note for note in result.notes)
 
 
-def test_each_device_captures_and_replays_on_a_stream_of_its_own(
-    monkeypatch,
-):
+def test_each_device_captures_and_replays_on_a_stream_of_its_own(monkeypatch):
     """With a stand-in of torch.cuda that records devices and streams."""
     current, captured, replayed = [0], [], []
 

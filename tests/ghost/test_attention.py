@@ -5,31 +5,31 @@ from typing import Any
 
 import pytest
 import torch
+from exact import seeded
+from expected import refused
 from folding import check
 from single_samples import Written
 from torch import Tensor, nn
 
 import fastlr
-from fastlr.errors import InputError
 from fastlr.ghost.fusion import mode as fuse
 
 Call = Callable[[nn.MultiheadAttention, Tensor], Any]
 
 
-class Attending(nn.Module):
+def attending(call, width=8, **options):
     """One attention between two linear layers; how it is made and called is the test's."""
 
-    def __init__(self, call, width=8, **options):
-        super().__init__()
-        self.before = nn.Linear(6, width)
-        self.after = nn.Linear(width, 3)
-        self.call = call
-        self.attention = nn.MultiheadAttention(width, 2, **{"batch_first": True} | options)
+    def forward(m, x):
+        out = call(m.attention, m.before(x).tanh())
+        return m.after((out[0] if isinstance(out, tuple) else out).tanh()).flatten(1)
 
-    def forward(self, x):
-        h = self.before(x).tanh()
-        out = self.call(self.attention, h)
-        return self.after((out[0] if isinstance(out, tuple) else out).tanh()).flatten(1)
+    return Written(
+        forward,
+        before=nn.Linear(6, width),
+        after=nn.Linear(width, 3),
+        attention=nn.MultiheadAttention(width, 2, **{"batch_first": True} | options),
+    )
 
 
 def itself(attention, h):
@@ -81,14 +81,14 @@ CALLS = {
 
 
 def inputs():
-    return torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(3, 5, 6, dtype=torch.float64, generator=seeded(1))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_norms_are_those_of_the_model(name):
     call, options, replaced = CALLS[name]
-    folding = check(Attending(call, **options), 0, inputs())
-    assert folding.replaced["attention"] == replaced
+    blocks = check(attending(call, **options), 0, inputs())
+    assert blocks.replaced["attention"] == replaced
 
 
 def test_projections_of_other_widths_are_left_to_torch():
@@ -105,7 +105,7 @@ def test_projections_of_other_widths_are_left_to_torch():
 
 def test_frozen_and_partly_frozen_projections():
     for frozen in (["in_proj_weight"], ["in_proj_bias"], ["out_proj.weight", "in_proj_bias"]):
-        model = Attending(itself)
+        model = attending(itself)
         for name in frozen:
             model.attention.get_parameter(name).requires_grad_(False)
         assert check(model, 0, inputs()).replaced["attention"] == 1
@@ -114,21 +114,21 @@ def test_frozen_and_partly_frozen_projections():
 def test_an_encoder_runs_both_its_layers_so_and_says_it():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten())
-    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=seeded(1))
     assert check(model, 0, x).replaced["attention"] == 2
     assert "2 self-attentions run without torch's copies" in str(fastlr.support_report(model, x))
 
 
 def test_errors_are_torchs_own():
-    model = Attending(lambda m, h: itself(m, h[..., :6]), width=8)
-    with pytest.raises(InputError, match="embedding dimension"):
+    model = attending(lambda m, h: itself(m, h[..., :6]), width=8)
+    with refused("embedding dimension"):
         fastlr.per_sample_grad_sq_norms(model, inputs().float(), torch.ones(3, 15))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_output_is_that_of_the_model(dtype):
     torch.manual_seed(0)
-    model = Attending(itself).eval()
+    model = attending(itself).eval()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         x = inputs().float()
         got = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))

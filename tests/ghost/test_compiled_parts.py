@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exact import assert_norms, truth
+from single_samples import Written
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,26 +46,11 @@ def bounded(weight):
     return weight.tanh() * weight.norm()
 
 
-class OfAWeight(nn.Module):
+def of_a_weight():
     """A compiled function of its weight alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return (x @ bounded(self.weight).T).tanh()
-
-
-class Checkpointed(nn.Module):
-    """A checkpoint that runs a compiled part again in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = torch.compile(layers(), backend=BACKEND)
-
-    def forward(self, x):
-        return checkpoint(self.part, x.tanh(), use_reentrant=False)
+    return Written(
+        lambda m, x: (x @ bounded(m.weight).T).tanh(), weight=nn.Parameter(torch.randn(4, 4))
+    )
 
 
 def in_place():
@@ -76,7 +62,7 @@ def in_place():
 MODELS = {
     "submodule": lambda: torch.compile(layers(), backend=BACKEND),
     "decorated": Decorated,
-    "of a weight": OfAWeight,
+    "of a weight": of_a_weight,
     "in place": in_place,
 }
 
@@ -87,7 +73,7 @@ def test_compiled_parts_go_by_rule(part):
 
 
 def test_they_do_so_where_they_have_run_compiled():
-    model = nn.Sequential(nn.Linear(4, 4), OfAWeight(), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), of_a_weight(), nn.Linear(4, 3))
     model(torch.randn(5, 4)).sum().backward()
     held(model)
 
@@ -95,7 +81,11 @@ def test_they_do_so_where_they_have_run_compiled():
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
 def test_checkpoints_run_them_again_as_they_were_written():
     """Their backward pass was met by other tensors than had been saved."""
-    model, x, y = Checkpointed(), torch.randn(4, 4), torch.arange(4)
+    model = Written(
+        lambda m, x: checkpoint(m.part, x.tanh(), use_reentrant=False),
+        part=torch.compile(layers(), backend=BACKEND),
+    )
+    x, y = torch.randn(4, 4), torch.arange(4)
     plain = nn.Sequential(nn.Tanh(), deepcopy(model.part._orig_mod))
     inputs = fastlr.TensorInputs(x)
     for measure in (

@@ -3,11 +3,12 @@
 They stand alone, and are folded with their batch norm.
 """
 
-import pytest
 import torch
 import torch.nn.functional as F
 from exact import holds
 from folding import randomise
+from pytest import mark
+from single_samples import Written
 from torch import nn
 
 from fastlr.ops.geometry import ConvGeometry
@@ -32,50 +33,48 @@ OF_TRANSPOSED = {
 }
 
 
-class Convolves(nn.Module):
+def convolving(call, weight, options, norm=None):
     """A functional convolution of four channels to six.
 
     With ``norm`` a batch norm and an activation follow.
     """
 
-    def __init__(self, call, weight, options, norm):
-        super().__init__()
-        self.call, self.options, self.norm = call, options, norm
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.randn(6))
+    def forward(m, x):
+        y = call(x, m.weight, m.bias, **options)
+        return (y if norm is None else m.norm(y).relu()).flatten(1)
 
-    def forward(self, x):
-        y = self.call(x, self.weight, self.bias, **self.options)
-        return (y if self.norm is None else self.norm(y).relu()).flatten(1)
+    return Written(
+        forward, norm=norm, weight=nn.Parameter(weight), bias=nn.Parameter(torch.randn(6))
+    )
 
 
 def images(axes):
     return torch.randn(4, 4, *[6] * axes, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("folded", [False, True])
+@mark.parametrize("axes", [1, 2, 3])
+@mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@mark.parametrize("folded", [False, True])
 def test_convolutions_go_by_rule(axes, options, folded):
     weight = torch.randn(6, 4, *[3] * axes)
-    model = Convolves(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
+    model = convolving(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
     engine = holds(randomise(model), images(axes))
-    assert set(engine.folding.folded) == ({"weight"} if folded else set())
+    assert set(engine.folding.blocks.folded) == ({"weight"} if folded else set())
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-@pytest.mark.parametrize("options", OF_TRANSPOSED.values(), ids=OF_TRANSPOSED)
+@mark.parametrize("axes", [1, 2, 3])
+@mark.parametrize("options", OF_TRANSPOSED.values(), ids=OF_TRANSPOSED)
 def test_transposed_convolutions_go_by_rule(axes, options):
     weight = torch.randn(4, 6, *[3] * axes)
-    holds(randomise(Convolves(TRANSPOSED[axes], weight, options, None)), images(axes))
+    holds(randomise(convolving(TRANSPOSED[axes], weight, options)), images(axes))
 
 
 def test_padding_that_differs_between_the_sides_is_not_folded():
     model = nn.Sequential(nn.Conv2d(4, 6, 4, padding="same"), nn.BatchNorm2d(6), nn.Flatten())
-    assert not holds(randomise(model), images(2)).folding.folded
+    assert not holds(randomise(model), images(2)).folding.blocks.folded
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "options", [{"padding": (1, 1, 1)}, {"stride": (2, 2, 2)}, {"padding": "same", "stride": 2}]
 )
 def test_what_torch_refuses_has_no_geometry(options):

@@ -1,7 +1,7 @@
 """Cotangents of any size are brought to unit size without losing a bit."""
 
-import pytest
 import torch
+from pytest import mark, raises
 
 from fastlr.errors import NonFiniteError
 from fastlr.ghost.cotangents import scaled
@@ -21,11 +21,9 @@ def by_definition(v, out_dim):
     return unit.movedim(0, out_dim), power.square()
 
 
-@pytest.mark.parametrize(
-    "shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)]
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("given", [None, torch.float64])
+@mark.parametrize("shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)])
+@mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@mark.parametrize("given", [None, torch.float64])
 def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):
     generator = torch.Generator().manual_seed(0)
     signs = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -42,9 +40,9 @@ def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):
     assert torch.equal(squares, power)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_that_is_not_finite_is_refused(bad):
     v = torch.ones(4, 3, 2)
     v[2, 1, 0] = bad
-    with pytest.raises(NonFiniteError, match="cotangent"):
+    with raises(NonFiniteError, match="cotangent"):
         scaled(v, torch.ones(4, 3, 2), 0)

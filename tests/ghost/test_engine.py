@@ -7,10 +7,13 @@ import dataclasses
 import gc
 import os
 
-import pytest
 import torch
+from exact import seeded
+from expected import needs_gpu, warned
+from pytest import mark, raises
 from single_samples import Written, truth
 from torch import nn
+from torch.testing import assert_close
 from untouched import untouched
 
 import fastlr
@@ -39,13 +42,16 @@ def images():
 
 
 def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def norms(model, x, v=None, **options):
+    v = draw(4, 3) if v is None else v
+    return fastlr.per_sample_grad_sq_norms(model, x, v, **options)
 
 
 def agree(model, x, v, rtol=1e-10):
-    torch.testing.assert_close(
-        fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0
-    )
+    assert_close(norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0)
 
 
 def agree_on_four(model):
@@ -114,13 +120,7 @@ def test_freezing_is_seen(proofs):
     agree_on_four(model)
     model[0].weight.requires_grad_(False)
     agree_on_four(model)
-    assert set(
-        fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)
-    ) == {
-        "0.bias",
-        "2.weight",
-        "2.bias",
-    }
+    assert set(norms(model, draw(4, 5), per_parameter=True)) == {"0.bias", "2.weight", "2.bias"}
 
 
 def resident():
@@ -128,15 +128,15 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+@mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_many_calls_leave_memory_flat():
     model, x, v = images()
     for _ in range(40):
-        fastlr.per_sample_grad_sq_norms(model, x, v)
+        norms(model, x, v)
     gc.collect()
     before, objects = resident(), len(gc.get_objects())
     for _ in range(150):
-        fastlr.per_sample_grad_sq_norms(model, x, v)
+        norms(model, x, v)
     gc.collect()
     assert resident() - before < 8 << 20
     assert len(gc.get_objects()) - objects < 100
@@ -144,21 +144,17 @@ def test_many_calls_leave_memory_flat():
 
 def test_the_same_call_gives_the_same_bits():
     model, x, v = images()
-    first = fastlr.per_sample_grad_sq_norms(model, x, v)  # with the proof
-    assert all(torch.equal(fastlr.per_sample_grad_sq_norms(model, x, v), first) for _ in range(3))
+    first = norms(model, x, v)  # with the proof
+    assert all(torch.equal(norms(model, x, v), first) for _ in range(3))
 
 
 def test_wrappers_are_looked_through():
     model = mlp()
     want = truth(model, (draw(4, 5),), draw(4, 3))
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(
-        fastlr.per_sample_grad_sq_norms(compiled, draw(4, 5), draw(4, 3)), want
-    )
+    assert_close(norms(compiled, draw(4, 5)), want)
     parallel = nn.DataParallel(model)
-    assert set(
-        fastlr.per_sample_grad_sq_norms(parallel, draw(4, 5), draw(4, 3), per_parameter=True)
-    ) == {
+    assert set(norms(parallel, draw(4, 5), per_parameter=True)) == {
         "0.weight",
         "0.bias",
         "2.weight",
@@ -166,7 +162,7 @@ def test_wrappers_are_looked_through():
     }
 
 
-@pytest.mark.parametrize("in_dim", [0, 1])
+@mark.parametrize("in_dim", [0, 1])
 def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim):
     """A linear layer takes another path through autograd where its input is not contiguous."""
     model = nn.Linear(2, 3).double()
@@ -174,9 +170,9 @@ def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim):
     x = draw(4, 6, 2).transpose(0, 1)
     v = draw(4, 6, 3).transpose(0, 1)
     x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
-    got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
+    got = norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
     want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
-    torch.testing.assert_close(got, want)
+    assert_close(got, want)
     assert set(fastlr.support_report(model, x, in_dim=in_dim, out_dim=in_dim).routes.values()) == {
         "rule"
     }
@@ -209,12 +205,10 @@ def test_a_wrong_rule_is_found_by_the_proof(monkeypatch):
     assert "differs from the truth" in str(report)
 
 
-def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(
-    monkeypatch,
-):
+def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(monkeypatch):
     wrong_rule(monkeypatch, lambda site: site.count != 3)
     model = mlp()
-    with pytest.warns(fastlr.FastlrWarning, match="audit of a sample"):
+    with warned("audit of a sample"):
         agree(model, draw(8, 5), draw(8, 3))
     assert fastlr.support_report(model, draw(8, 5)).routes["0.weight"] == "loop"
 
@@ -228,7 +222,7 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch):
     assert "no rule for AddmmBackward0" in str(report)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "right",
     [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)],
 )
@@ -238,7 +232,8 @@ def test_marks_tell_layouts_apart(right):
     plain = draw(*shape)
     marks = Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
     ids = right.samples(shape[right.dim], count, plain.device)
-    along = [-1 if d == right.dim else 1 for d in range(3)]
+    along = [1, 1, 1]
+    along[right.dim] = -1
     sums = (
         row_sums(plain, right.dim),
         torch.stack([row_sums(plain * c[ids].view(along), right.dim) for c in marks.factors]),
@@ -253,12 +248,12 @@ def test_marks_tell_layouts_apart(right):
     assert torch.equal(found.ids, ids)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [2, 3, 40, 512, 3000])
+@mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@mark.parametrize("count", [2, 3, 40, 512, 3000])
 def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
     marks = Marks.make(count, dtype, torch.device("cpu"), regular=False)
     assert len(marks.factors) <= 5
-    ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(count, (4 * count,), generator=seeded(1))
     plain = draw(4 * count).abs()
     marked = (
         plain
@@ -309,10 +304,10 @@ def test_a_batch_of_one_settles_nothing_for_larger_ones():
     ).eval()  # its graph differs for one sample
     for size in (1, 3, 1, 7):
         x, v = torch.randn(size, 5, 8), torch.randn(size, 5, 8)
-        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-        assert set(engine_for(model, None, 0, 0).ledger.loop) == set()
+        got = norms(model, x, v, per_parameter=True)
+        assert set(engine_for(model).ledger.loop) == set()
         for name, want in cases.loop_norms(cases.Case(model, x), v).items():
-            torch.testing.assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
+            assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
 
 
 def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch):
@@ -350,16 +345,9 @@ def test_a_later_proof_can_refute_an_earlier_one(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
-def refused(
-    error,
-    pattern,
-    model,
-    x,
-    v=None,
-    **options,
-):
-    with pytest.raises(error, match=pattern):
-        fastlr.per_sample_grad_sq_norms(model, x, v if v is not None else draw(4, 3), **options)
+def refused(error, pattern, model, x):
+    with raises(error, match=pattern):
+        norms(model, x)
 
 
 def test_batch_norm_in_train_mode_is_named():
@@ -399,7 +387,7 @@ def test_parameters_outside_the_graph():
 def test_leaves_that_are_not_parameters_are_named():
     stray = draw(5).requires_grad_()
     model = linear(lambda m, x: m.a(x * stray))
-    with pytest.warns(fastlr.FastlrWarning, match=r"shapes \(5,\) require grad .* not counted"):
+    with warned(r"shapes \(5,\) require grad .* not counted"):
         agree_on_four(model)
     assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
 
@@ -407,11 +395,6 @@ def test_leaves_that_are_not_parameters_are_named():
 def root_of_zero(m, x):
     """The gradient of the root is infinite."""
     return (m.a(x) * 0).abs().sqrt()
-
-
-def norms(model, x, v=None, **options):
-    v = draw(4, 3) if v is None else v
-    return fastlr.per_sample_grad_sq_norms(model, x, v, **options)  # type: ignore[arg-type]
 
 
 X = draw(4, 5)
@@ -426,7 +409,7 @@ def test_opposite_infinities_among_the_inputs_are_numbers():
     assert torch.equal(norms(clamped, x), norms(clamped, x.clamp(-1, 1)))
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("error", "pattern", "call"),
     [
         (
@@ -477,7 +460,7 @@ def test_opposite_infinities_among_the_inputs_are_numbers():
     ],
 )
 def test_what_cannot_be_measured_is_named(error, pattern, call):
-    with pytest.raises(getattr(fastlr, f"{error}Error"), match=pattern):
+    with raises(getattr(fastlr, f"{error}Error"), match=pattern):
         call()
 
 
@@ -486,33 +469,31 @@ def test_nothing_is_touched_when_a_call_fails():
         nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
     ).double()
     for x in (draw(4, 5), draw(4, 5) * torch.nan):
-        with untouched(model), pytest.raises(fastlr.FastlrError):
-            fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
+        with untouched(model), raises(fastlr.FastlrError):
+            norms(model, x, draw(4, 3))
 
 
 # -- precision
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
+@mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_and_huge_cotangents(scale, dtype):
     model = mlp().to(dtype)
     x = draw(4, 5).to(dtype)
     v = draw(4, 3).to(dtype).double()
-    got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
-    unit = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(
-        got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0
-    )
+    got = norms(model, x, v * scale)
+    unit = norms(model, x, v)
+    assert_close(got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0)
 
 
 def test_autocast_is_close():
     model, x, v = images()
-    want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    want = norms(model, x, v)
     with torch.autocast("cpu", torch.bfloat16):
-        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    torch.testing.assert_close(torch.stack(list(got.values())).sum(0), want, rtol=0.03, atol=0)
+        got = norms(model, x, v, per_parameter=True)
+    assert_close(torch.stack(list(got.values())).sum(0), want, rtol=0.03, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
 
@@ -550,14 +531,14 @@ def test_batch_norm_of_another_library(monkeypatch):
     x, v = draw(6, 5), draw(6, 2)
     result = Engine(model).run(x, lambda z: v)
     assert set(result.routes.values()) == {"rule"}
-    torch.testing.assert_close(result.total, truth(model, (x,), v))
+    assert_close(result.total, truth(model, (x,), v))
     assert {
         ALIASES[name] for name in ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
     } <= set(rules.RULES)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@needs_gpu
+@mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype):
     model = (
         nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
@@ -567,14 +548,14 @@ def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype):
     assert set(found.routes.values()) == {"rule"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_recurrent_layers_on_a_gpu():
     parts = {"rnn": nn.LSTM(4, 6, batch_first=True), "head": nn.Linear(6, 2)}
     model = Written(lambda m, x: m.head(m.rnn(x)[0][:, -1]), **parts).eval()
     x, v = torch.randn(5, 3, 4), torch.randn(5, 2)
-    want = fastlr.per_sample_grad_sq_norms(model, x, v)
-    got = fastlr.per_sample_grad_sq_norms(model.cuda(), x.cuda(), v.cuda())
-    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=0)
+    want = norms(model, x, v)
+    got = norms(model.cuda(), x.cuda(), v.cuda())
+    assert_close(got.cpu(), want, rtol=1e-3, atol=0)
 
 
 def test_low_precision_is_that_of_products():
@@ -610,7 +591,7 @@ def test_several_passes_add_up():
     model, x = mlp(), draw(4, 5)
     several = [draw(4, 3, seed=k) for k in range(3)]
     got = Engine(model).run(x, lambda z: iter(several)).total
-    torch.testing.assert_close(got, sum(truth(model, (x,), v) for v in several))
+    assert_close(got, sum(truth(model, (x,), v) for v in several))
 
 
 def test_unit_passes_keep_the_fast_route():
@@ -630,7 +611,7 @@ def test_unit_passes_keep_the_fast_route():
     result = Engine(model).run(x, units)
     assert set(result.routes.values()) == {"rule"}
     want = sum(truth(model, (x,), v) for v in units(torch.zeros(4, 7, 3, dtype=torch.float64)))
-    torch.testing.assert_close(result.total, want)
+    assert_close(result.total, want)
 
 
 def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call():
@@ -640,24 +621,22 @@ def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call():
     )
     x, v = torch.randn(6, 5), torch.randn(6, 3)
     x[4, 0] = 20.0
-    first, second = (
-        fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2)
-    )
+    first, second = (norms(gated, x, v, per_parameter=True) for _ in range(2))
     assert first["a.weight"][4] > 0
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive
+    assert engine_for(gated).ledger.parameters["a.weight"].alive
 
 
 def test_what_is_random_whatever_the_mode_is_told_apart():
     """Dropout that does not ask for the mode."""
     model = Written(lambda m, x: m.linear(nn.functional.dropout(x)), linear=nn.Linear(6, 3))
-    with pytest.raises(fastlr.errors.RandomForwardError, match=r"call model.eval\(\)$"):
-        fastlr.per_sample_grad_sq_norms(model, torch.randn(8, 6), torch.ones(8, 3))
-    with pytest.raises(
+    with raises(fastlr.errors.RandomForwardError, match=r"call model.eval\(\)$"):
+        norms(model, torch.randn(8, 6), torch.ones(8, 3))
+    with raises(
         fastlr.errors.RandomForwardError,
         match="although the model is in eval mode.*training=self.training",
     ) as raised:
-        fastlr.per_sample_grad_sq_norms(model.eval(), torch.randn(8, 6), torch.ones(8, 3))
+        norms(model.eval(), torch.randn(8, 6), torch.ones(8, 3))
     assert "model.eval()" not in str(raised.value)
 
 
@@ -674,9 +653,7 @@ def rare_branch():
 def test_a_use_that_no_proof_has_met_is_told():
     x = torch.randn(40, 5).clamp(max=4)
     x[33, 0] = 9
-    with pytest.warns(
-        fastlr.FastlrWarning, match="the data choose. The values are exact.*the first 24 inputs"
-    ):
+    with warned("the data choose. The values are exact.*the first 24 inputs"):
         fastlr.support_report(rare_branch(), x)
 
 
@@ -689,6 +666,6 @@ def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audi
 
     model = Written(mixed, lin=nn.Linear(5, 3))
     engine = Engine(model)
-    with pytest.raises(fastlr.InteractionError, match="samples interact"):
+    with raises(fastlr.InteractionError, match="samples interact"):
         engine.run((torch.randn(32, 5), torch.rand(32, 5)), torch.ones(32, 3))
-    assert engine.comparisons == 1
+    assert engine.known.comparisons == 1

@@ -1,9 +1,9 @@
 """What the first call costs: one proof tells everything, or two where it refutes folded blocks."""
 
-import pytest
 import torch
 from exact import truth
 from folding import randomise
+from pytest import importorskip, mark
 from single_samples import Written
 from torch import nn
 
@@ -52,17 +52,17 @@ def first_call(model, x, v, want):
     return engine, got.routes
 
 
-@pytest.mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
+@mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
 def test_all_folds_are_refuted_at_once(after, proofs):
     torch.manual_seed(0)
     model = four_blocks(after)
     x = torch.randn(5, 3, 4, 4).double()
     v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)
-    assert engine.proofs == proofs
+    assert engine.known.proofs == proofs
     assert set(routes.values()) == {"rule"}
-    assert set(engine.folding.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
-    assert set(engine.folding.folded) == {"0.0.weight"}
+    assert set(engine.folding.blocks.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
+    assert set(engine.folding.blocks.folded) == {"0.0.weight"}
 
 
 MODELS = {
@@ -82,12 +82,12 @@ MODELS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("validated", [False, True])
+@mark.long
+@mark.parametrize("dtype", [torch.float64, torch.float32])
+@mark.parametrize("name", MODELS)
+@mark.parametrize("validated", [False, True])
 def test_image_models_take_two_proofs_at_most(name, dtype, validated):
-    timm = pytest.importorskip("timm")
+    timm = importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **MODELS[name]).eval().to(dtype)
     with torch.no_grad():  # norms that are zero at first would hide the attention
@@ -100,7 +100,7 @@ def test_image_models_take_two_proofs_at_most(name, dtype, validated):
         with torch.no_grad():
             model(x)
     engine, routes = first_call(model, x, v, want)
-    assert engine.proofs <= 2
+    assert engine.known.proofs <= 2
     assert set(routes.values()) == {"rule"}
     biases = [key for key in want if key.endswith("attention_biases")]
     assert biases

@@ -1,10 +1,10 @@
 """Batch norm that runs alone as a scaling and a shift: its node's gradients, its use, its norms."""
 
-import pytest
 import torch
 import torch.nn.functional as F
-from exact import assert_same_function
+from exact import assert_same_function, seeded
 from folding import check, randomise
+from pytest import mark, raises
 from single_samples import Written
 from torch import nn
 
@@ -16,37 +16,31 @@ from fastlr.ghost.fusion.batch_norm import FixedNorm
 from fastlr.ghost.rules import RULES
 
 
-class Transposed(nn.Module):
+def transposed(times=1, **options):
     """Rows of features that are transposed for batch norm, and back, as in sequence models.
 
     One module is applied twice if so asked.
     """
 
-    def __init__(self, times=1, **options):
-        super().__init__()
-        self.inner, self.bn, self.outer = (
-            nn.Linear(4, 5),
-            nn.BatchNorm1d(5, **options),
-            nn.Linear(5, 3),
-        )  # type: ignore
-        self.times = times
+    def forward(m, x):
+        y = m.inner(x)
+        for _ in range(times):
+            y = torch.tanh(m.bn(y.transpose(1, 2)).transpose(1, 2))
+        return m.outer(y).mean(1)
 
-    def forward(self, x):
-        y = self.inner(x)
-        for _ in range(self.times):
-            y = torch.tanh(self.bn(y.transpose(1, 2)).transpose(1, 2))
-        return self.outer(y).mean(1)
+    bn = nn.BatchNorm1d(5, **options)
+    return Written(forward, inner=nn.Linear(4, 5), bn=bn, outer=nn.Linear(5, 3))
 
 
 def series(batch=3):
-    return torch.randn(batch, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(batch, 7, 4, dtype=torch.float64, generator=seeded(1))
 
 
-@pytest.mark.parametrize("frozen", [(), ("x",), ("gamma",), ("beta",), ("gamma", "beta")])
-@pytest.mark.parametrize("shape", [(3, 5), (3, 5, 4), (2, 5, 4, 3), (2, 5, 2, 3, 2)])
-@pytest.mark.parametrize("given", ["both", "gamma", "beta"])
+@mark.parametrize("frozen", [(), ("x",), ("gamma",), ("beta",), ("gamma", "beta")])
+@mark.parametrize("shape", [(3, 5), (3, 5, 4), (2, 5, 4, 3), (2, 5, 2, 3, 2)])
+@mark.parametrize("given", ["both", "gamma", "beta"])
 def test_its_gradients_are_right(frozen, shape, given):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tensors = {
         name: torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(
             name not in frozen
@@ -74,10 +68,10 @@ def test_strides_are_kept():
 
 
 MODELS = {
-    "transposed": (lambda: Transposed(), {"bn.weight"}),
-    "used_twice": (lambda: Transposed(times=2), {"bn.weight"}),
-    "no_affine": (lambda: Transposed(affine=False), set()),
-    "no_running_statistics": (lambda: Transposed(track_running_stats=False), None),
+    "transposed": (lambda: transposed(), {"bn.weight"}),
+    "used_twice": (lambda: transposed(times=2), {"bn.weight"}),
+    "no_affine": (lambda: transposed(affine=False), set()),
+    "no_running_statistics": (lambda: transposed(track_running_stats=False), None),
     "first": (
         lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Flatten(), nn.Linear(28, 3)),
         {"0.weight"},
@@ -106,22 +100,22 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@mark.parametrize("name", MODELS)
 def test_norms_are_those_of_the_model(name):
     make, fixed = MODELS[name]
     if fixed is None:  # batch statistics: samples interact
-        with pytest.raises(fastlr.errors.ModelError):
+        with raises(fastlr.errors.ModelError):
             fastlr.per_sample_grad_sq_norms(
                 make().double().eval(), series(), torch.randn(3, 3, dtype=torch.float64)
             )
         return
-    folding = check(make(), int(name == "after_a_block"), series())
-    assert folding.fixed == fixed
+    blocks = check(make(), int(name == "after_a_block"), series())
+    assert blocks.fixed == fixed
 
 
-@pytest.mark.parametrize("frozen", ["bn.weight", "bn.bias", "inner.weight"])
+@mark.parametrize("frozen", ["bn.weight", "bn.bias", "inner.weight"])
 def test_frozen_parts(frozen):
-    model = Transposed()
+    model = transposed()
     model.get_parameter(frozen).requires_grad_(False)
     assert check(model, 0, series()).fixed == {"bn.weight"}
 
@@ -129,7 +123,7 @@ def test_frozen_parts(frozen):
 def test_samples_of_several_rows_are_told_apart():
     """Channels folded into the batch, as PatchTST does."""
     folded = Written(
-        lambda m, x: m.inner(x.reshape(-1, 7, 4)).reshape(len(x), -1), inner=Transposed()
+        lambda m, x: m.inner(x.reshape(-1, 7, 4)).reshape(len(x), -1), inner=transposed()
     )
     assert check(folded, 0, torch.randn(4, 3, 7, 4, dtype=torch.float64)).fixed == {
         "inner.bn.weight"
@@ -143,9 +137,9 @@ def test_a_wrong_one_is_refuted(monkeypatch):
         fixed_norm.NODE,
         lambda site, slots: {k: _doubled(f) for k, f in right(site, slots).items()},
     )
-    folding = check(Transposed(), 0, series(), "differ from the exact ones")
-    assert not folding.fixed
-    assert "bn.weight" in folding.refused
+    blocks = check(transposed(), 0, series(), "differ from the exact ones")
+    assert not blocks.fixed
+    assert "bn.weight" in blocks.refused
 
 
 def _doubled(factor):  # type: ignore[no-untyped-def]
@@ -156,22 +150,22 @@ def _doubled(factor):  # type: ignore[no-untyped-def]
 def test_a_wrong_output_is_refuted(monkeypatch):
     right = fixed_norm._along
     monkeypatch.setattr(fixed_norm, "_along", lambda t, like: right(t * 1.01, like))
-    folding = check(Transposed(), 0, series(), "gives another output")
-    assert not folding.fixed
+    blocks = check(transposed(), 0, series(), "gives another output")
+    assert not blocks.fixed
 
 
 def test_other_precisions_run_as_they_are():
-    model, x = randomise(Transposed()), series(5)
+    model, x = randomise(transposed()), series(5)
     v = cases.cotangent_for(cases.Case(model, x))
     want = fastlr.per_sample_grad_sq_norms(model, x, v)
     model.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = fastlr.per_sample_grad_sq_norms(model, x.float(), v.float())
-    assert not engine_for(model, None, 0, 0).folding.fixed
+    assert not engine_for(model).folding.blocks.fixed
     torch.testing.assert_close(got, want, rtol=0.1, atol=0)
 
 
 def test_the_report_counts_them():
-    report = fastlr.support_report(randomise(Transposed()), series())
+    report = fastlr.support_report(randomise(transposed()), series())
     assert report.fixed == ("bn.weight",)
     assert "1 batch norms run as a scaling and a shift" in str(report)

@@ -1,13 +1,14 @@
 """The folded path: its node's gradients, what is folded or left, and the original norms."""
 
 import models_zoo as zoo
-import pytest
 import torch
 import torch.nn.functional as F
-from exact import assert_norms, assert_same_function
+from exact import assert_norms, assert_same_function, seeded
 from folding import check, randomise
+from pytest import mark, raises
 from single_samples import Written
 from torch import nn
+from torch.testing import assert_close
 
 import fastlr
 from bench import cases
@@ -38,13 +39,13 @@ def block(conv=None, act=None, **options):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize(
+@mark.parametrize("act", ACTIVATIONS)
+@mark.parametrize(
     "frozen", [(), ("weight",), ("gamma", "beta"), ("x",), ("weight", "bias", "gamma", "beta")]
 )
-@pytest.mark.parametrize("residual", [False, True])
+@mark.parametrize("residual", [False, True])
 def test_its_gradients_are_right(act, frozen, residual):
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     shapes = {"x": (2, 4, 5, 6), "weight": (6, 2, 3, 2), "bias": (6,), "gamma": (6,), "beta": (6,)}
     given = {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(
@@ -83,7 +84,7 @@ def test_weights_are_folded_at_once(monkeypatch):
 
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.backend_for", lambda *_: "triton")
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.run", run)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     weights = FoldedWeights()
     calls = [
         [torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)]
@@ -96,7 +97,7 @@ def test_weights_are_folded_at_once(monkeypatch):
         ``change`` is called before the last convolution.
         """
         folds.clear()
-        weights.begin()
+        weights.end_pass()
         for i, (weight, *rest) in enumerate(calls):
             if change and i == 2:
                 change()
@@ -104,7 +105,7 @@ def test_weights_are_folded_at_once(monkeypatch):
             got = weights.get(Fold(kind, 1e-3 * (i + 1), tensors))
             want = ops.get("fold_weights", "torch")(kind, (1e-3 * (i + 1),), *tensors)[0]
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        weights.begin()
+        weights.end_pass()
         return list(folds)
 
     # what was folded one by one is then folded at once, so that the kernel has been compared before
@@ -152,13 +153,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@mark.parametrize("name", BLOCKS)
 def test_blocks_are_folded(name):
     model = BLOCKS[name]()
     check(model, sum(isinstance(m, nn.BatchNorm2d) for m in model))
 
 
-@pytest.mark.parametrize("axes", [1, 3])
+@mark.parametrize("axes", [1, 3])
 def test_other_dimensions(axes):
     convolution = getattr(nn, f"Conv{axes}d")
     norm = getattr(nn, f"BatchNorm{axes}d")
@@ -186,8 +187,8 @@ def test_functional_calls_and_residuals():
         z += y[:, :5]
         return z.relu_()
 
-    folding = check(net_of(forward), 2)
-    assert folding.folded == {"conv.weight": "relu", "other.weight": "add, relu"}
+    blocks = check(net_of(forward), 2)
+    assert blocks.folded == {"conv.weight": "relu", "other.weight": "add, relu"}
 
 
 def twice(x):
@@ -209,12 +210,12 @@ ADDITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ADDITIONS)
+@mark.parametrize("name", ADDITIONS)
 def test_additions(name):
     folded = {"two_blocks": 2}.get(name, 1)
-    folding = check(net_of(ADDITIONS[name]), folded)
+    blocks = check(net_of(ADDITIONS[name]), folded)
     added = name in ("on_the_left", "on_the_right", "no_activation", "two_blocks")
-    assert folding.folded["conv.weight"].startswith("add") == added
+    assert blocks.folded["conv.weight"].startswith("add") == added
 
 
 def test_a_sum_of_two_blocks():
@@ -306,7 +307,7 @@ LEFT = {  # forward pass: (how many are folded, why not the others, what is froz
 }
 
 
-@pytest.mark.parametrize("forward", LEFT)
+@mark.parametrize("forward", LEFT)
 def test_what_must_stay_is_left(forward):
     folded, why, frozen = LEFT[forward]
     net = net_of(forward)
@@ -324,9 +325,7 @@ def test_a_hook_that_keeps_the_result_gets_the_result():
     kept.clear()
     fastlr.per_sample_grad_sq_norms(net, x, torch.ones(3, 5 * 7 * 6, dtype=torch.float64))
     with torch.no_grad():
-        torch.testing.assert_close(
-            kept[0] * 1.0, F.conv2d(x, net.conv.weight, net.conv.bias, padding=1)
-        )
+        assert_close(kept[0] * 1.0, F.conv2d(x, net.conv.weight, net.conv.bias, padding=1))
 
 
 def test_scripted_module_gets_a_real_tensor():
@@ -338,7 +337,7 @@ def test_scripted_module_gets_a_real_tensor():
     assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
 
 
-@pytest.mark.filterwarnings(
+@mark.filterwarnings(
     "error", "ignore:Guards may run slower on Python 3.13.0"
 )  # torch's own, from 2.15 on
 def test_compiled_part_is_folded_without_a_word():
@@ -356,7 +355,7 @@ def test_samples_of_several_images_run_unfolded():
 
 def test_train_mode_is_refused_then_eval_folds():
     model, x = block(), torch.randn(3, 4, 7, 6)
-    with pytest.raises(fastlr.errors.InteractionError):
+    with raises(fastlr.errors.InteractionError):
         fastlr.per_sample_grad_sq_norms(model, x, torch.ones(3, 120))
     check(model, 1)
 
@@ -392,14 +391,12 @@ def test_autocast_and_float32_agree_with_the_unfolded_model():
     model, x, v = case.model, case.x, torch.randn(4, 2)
     with fuse.unfolded():
         want = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(
-        fastlr.per_sample_grad_sq_norms(model, x, v), want, rtol=1e-4, atol=0
-    )
-    assert engine_for(model, None, 0, 0).folding.folded
+    assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), want, rtol=1e-4, atol=0)
+    assert engine_for(model).folding.blocks.folded
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(low, want, rtol=0.1, atol=0)
-    assert engine_for(model, None, 0, 0).folding.folded
+    assert_close(low, want, rtol=0.1, atol=0)
+    assert engine_for(model).folding.blocks.folded
 
 
 def test_few_positions_keep_the_unfolded_product(monkeypatch):
@@ -407,15 +404,13 @@ def test_few_positions_keep_the_unfolded_product(monkeypatch):
     from fastlr.ghost.fusion import conv_bn as folded
 
     taken = []
-    plain = folded.conv_and_product
+    plain = folded.folded_and_unfolded_convolution
     monkeypatch.setattr(
-        folded, "conv_and_product", lambda *args: taken.append(args[1].weight.shape) or plain(*args)
+        folded,
+        "folded_and_unfolded_convolution",
+        lambda *args: taken.append(args[1].weight.shape) or plain(*args),
     )
-    check(
-        resnet_block(),
-        2,
-        torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
-    )
+    check(resnet_block(), 2, torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=seeded(1)))
     assert taken
     assert set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
 
@@ -441,7 +436,7 @@ def test_the_weights_may_change_between_calls():
     for seed in range(3):
         randomise(model, seed)
         got = fastlr.per_sample_grad_sq_norms(model, x, v)
-        torch.testing.assert_close(
+        assert_close(
             got, sum(cases.loop_norms(cases.Case(model, x), v).values()), rtol=1e-10, atol=0
         )
 
@@ -488,6 +483,6 @@ def test_logits_near_zero_in_low_precision_do_not_forbid_folding():
             "the case is not one"
         )
         fastlr.per_sample_grad_sq_norms(model, x, v)
-    folding = engine_for(model, None, 0, 0).folding
-    assert len(folding.folded) == 2
-    assert not folding.disabled
+    blocks = engine_for(model).folding.blocks
+    assert len(blocks.folded) == 2
+    assert not blocks.disabled

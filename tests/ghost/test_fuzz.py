@@ -17,10 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 import fastlr
 
 # Of the value and of its sample's total; float64, float32.
-TOLERANCES = {
-    True: (1e-8, 1e-11),
-    False: (5e-3, 5e-4),
-}
+TOLERANCES = {True: (1e-8, 1e-11), False: (5e-3, 5e-4)}
 SEEN = {True: 1e-5, False: 1e-2}  # samples so far apart from themselves alone interact beyond doubt
 
 

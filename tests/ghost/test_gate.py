@@ -1,9 +1,9 @@
 """Products with one number a sample and channel (squeeze-and-excitation): their node, its use."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from folding import check
+from pytest import mark
 from single_samples import Written
 from torch import nn
 from torchvision.models import mobilenet_v3_small
@@ -12,20 +12,19 @@ import fastlr
 from fastlr.ghost.fusion.squeeze_excitation import Gate, Squeeze
 
 
-class Excited(nn.Module):
-    """Squeeze and excitation between two convolutions; how the product is written is the test's."""
+def excited(excite):
+    """Squeeze and excitation between two convolutions; ``excite`` takes the model and features."""
+    return Written(
+        lambda m, x: m.after(excite(m, m.before(x).tanh())).tanh().flatten(1),
+        before=nn.Conv2d(4, 6, 3),
+        squeeze=nn.Conv2d(6, 3, 1),
+        excite=nn.Conv2d(3, 6, 1),
+        after=nn.Conv2d(6, 5, 1),
+    )
 
-    def __init__(self, product):
-        super().__init__()
-        self.before = nn.Conv2d(4, 6, 3)
-        self.squeeze = nn.Conv2d(6, 3, 1)
-        self.excite = nn.Conv2d(3, 6, 1)
-        self.after, self.product = nn.Conv2d(6, 5, 1), product
 
-    def forward(self, x):
-        x = self.before(x).tanh()
-        gate = F.hardsigmoid(self.excite(self.squeeze(x.mean((2, 3), keepdim=True)).relu()))
-        return self.after(self.product(x, gate)).tanh().flatten(1)
+def gate(m, x):
+    return F.hardsigmoid(m.excite(m.squeeze(x.mean((2, 3), keepdim=True)).relu()))
 
 
 PRODUCTS = {
@@ -41,14 +40,15 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@mark.parametrize("name", PRODUCTS)
 def test_norms_are_those_of_the_model(name):
     product, gates = PRODUCTS[name]
-    assert check(Excited(product), 0, why="no batch norm follows").replaced["gate"] == gates
+    model = excited(lambda m, x: product(x, gate(m, x)))
+    assert check(model, 0, why="no batch norm follows").replaced["gate"] == gates
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
+@mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
+@mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
 def test_its_gradients_are_right(shape, memory_format):
     x = torch.randn(shape, dtype=torch.float64)
     x = (
@@ -77,21 +77,15 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", MEANS)
+@mark.parametrize("name", MEANS)
 def test_norms_through_a_mean_are_those_of_the_model(name):
     mean, squeezes = MEANS[name]
 
-    class Squeezed(Excited):
-        def forward(self, x):
-            x = self.before(x).tanh()
-            return self.after(x * self.excite(self.squeeze(mean(x)))).tanh().flatten(1)
-
-    assert (
-        check(Squeezed(torch.mul), 0, why="no batch norm follows").replaced["squeeze"] == squeezes
-    )
+    model = excited(lambda m, x: x * m.excite(m.squeeze(mean(x))))
+    assert check(model, 0, why="no batch norm follows").replaced["squeeze"] == squeezes
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 7), (2, 3, 2, 3, 2)])
+@mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 7), (2, 3, 2, 3, 2)])
 def test_the_means_gradients_are_right(shape):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     axes = list(range(2, len(shape)))

@@ -3,34 +3,29 @@
 Plain torch serves as the kernels.
 """
 
-import pytest
 import torch
 import torch.nn.functional as F
 from folding import check, randomise
+from pytest import fixture, mark
 from torch import Tensor, nn
 from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
 from torchvision.models.resnet import Bottleneck
 
 from fastlr import ops
+from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.fusion.pending import Activated, Pending, Product
 from fastlr.ghost.graph import walk
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def _as_on_a_gpu():
     with ops.using("triton", twins=True):
         yield
 
 
-def conv(
-    inputs,
-    outputs,
-    kernel=1,
-    act=nn.Hardswish,
-    **options,
-):
+def conv(inputs, outputs, kernel=1, act=nn.Hardswish, **options):
     """A convolution that kernels serve, batch norm and perhaps an activation."""
     parts = [
         nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **options),
@@ -114,7 +109,7 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("name", BETWEEN)
+@mark.parametrize("name", BETWEEN)
 def test_norms_are_those_of_the_model(name):
     between, folded = BETWEEN[name]
     check(Wired(between), folded)
@@ -126,10 +121,8 @@ def test_no_attribute_of_a_pending_result_hides_one_of_tensors():
     assert {name for name in own if hasattr(Tensor, name) and not name.startswith("__")} == set()
 
 
-@pytest.mark.parametrize("between", [before_and_after, in_place_later])
-def test_what_is_changed_in_place_is_noticed(
-    between,
-):
+@mark.parametrize("between", [before_and_after, in_place_later])
+def test_what_is_changed_in_place_is_noticed(between):
     """The forward pass is the model's; the backward pass is none, as torch says."""
     model = randomise(Wired(between))
     folding = Folding()
@@ -138,8 +131,8 @@ def test_what_is_changed_in_place_is_noticed(
     torch.testing.assert_close(got, model(x))
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("act", ["RE", "HS"])
+@mark.parametrize("stride", [1, 2])
+@mark.parametrize("act", ["RE", "HS"])
 def test_blocks_of_mobilenet(stride, act):
     options = InvertedResidualConfig(8, 3, 16, 8, True, act, stride, 1, 1.0)
     first = InvertedResidual(options, nn.BatchNorm2d)
@@ -148,9 +141,9 @@ def test_blocks_of_mobilenet(stride, act):
     assert check(model, 6, x).replaced == {"squeeze": 2, "gate": 2}
 
 
-def kinds(model, x, folding):
+def kinds(model, x):
     """The nodes of the folded model's graph, without parameters'."""
-    parameters = dict(model.named_parameters())
+    parameters, folding = dict(model.named_parameters()), engine_for(model).folding
     return [
         n
         for n in walk(folding.run(parameters, lambda: model(x)), parameters).names
@@ -167,11 +160,12 @@ def test_blocks_of_resnet_have_no_other_nodes():
         conv(4, 8, act=nn.ReLU), *(Bottleneck(8, 2) for _ in range(3)), nn.Flatten()
     )
     x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
-    found = kinds(model, x, check(model, 10, x))
+    check(model, 10, x)
+    found = kinds(model, x)
     assert sorted(found) == ["FoldedConvBackward"] * 10 + ["ViewBackward0"]
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@mark.parametrize("act", ACTIVATIONS)
 def test_an_activation_that_was_left_open(act):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
@@ -192,7 +186,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@mark.parametrize("name", READS)
 def test_who_reads_the_inputs(name):
     """Inputs that only autocast convolutions read may be made in autocast's dtype: same bits."""
     read, casts = READS[name]

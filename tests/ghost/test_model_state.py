@@ -7,12 +7,13 @@ import gc
 import weakref
 from collections import deque
 
-import pytest
 import torch
 import trust_state
+from pytest import fixture, mark, raises
 from recorders import Again
 from single_samples import Written
 from torch import nn
+from torch.testing import assert_close
 from untouched import untouched
 
 import fastlr
@@ -26,7 +27,7 @@ from fastlr.ghost.verification.copies import with_buffers_moved
 norms = fastlr.per_sample_grad_sq_norms
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
 
@@ -53,10 +54,10 @@ def contents(model):
     ]
 
 
-@pytest.mark.usefixtures("double")
-@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("fails_at", range(13))
+@mark.usefixtures("double")
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")
+@mark.parametrize("dtype", [torch.float32, torch.float64])
+@mark.parametrize("fails_at", range(13))
 def test_attributes_are_as_they_were(dtype, fails_at):
     """Also after an error in any forward pass, at the proof or at a later call; 0: none fails."""
     torch.set_default_dtype(dtype)
@@ -80,7 +81,7 @@ def test_every_forward_pass_begins_with_the_same_state():
     model = Written(alternates, layer=nn.Linear(3, 2), calls=0).eval()
     x = torch.randn(5, 3)
     v = torch.randn(5, 2)
-    torch.testing.assert_close(norms(model, x, v), norms(model, x, v))
+    assert_close(norms(model, x, v), norms(model, x, v))
     assert model.calls == 0
 
 
@@ -110,7 +111,7 @@ def test_plain_tensors_take_the_dtype_of_the_copy():
     v = torch.randn(4, 3)
     before = contents(model)
     want = sum(cases.loop_norms(cases.Case(model, x), v).values())
-    torch.testing.assert_close(norms(model, x, v), want, rtol=1e-4, atol=0)
+    assert_close(norms(model, x, v), want, rtol=1e-4, atol=0)
     assert engine_for(model).ledger.subject == "perturbed float64 copy"
     assert contents(model) == before
     assert model.mix.dtype == torch.float32
@@ -175,11 +176,14 @@ def test_large_buffers_are_copied_once():
     assert bool((copy == 7).all())
 
 
-@pytest.mark.parametrize("unseen", [False, True])
+@mark.parametrize("unseen", [False, True])
 def test_buffers_written_without_a_trace(unseen):
     model, keeper = Buffers(), BufferKeeper()
     for _ in range(2):
-        with pytest.raises(KeyError), put_back(keeper.keep(all_modules(model), unseen=unseen)):
+        with (
+            raises(KeyError),
+            put_back(keeper.keep(all_modules(model), unseen_writes=unseen)),
+        ):
             model.small.data.fill_(5)
             model.large.data.fill_(5)
             raise KeyError
@@ -271,7 +275,7 @@ def test_an_engine_that_others_used_captures_its_own_chunk():
     for _ in range(3):
         got = small.measure()
         large.measure()
-        torch.testing.assert_close(got.per_sample, want.per_sample, rtol=1e-6, atol=0)
+        assert_close(got.per_sample, want.per_sample, rtol=1e-6, atol=0)
     assert small.chunks.replays.held
     assert large.chunks.replays.held
     assert not small.chunks.replays.note

@@ -1,25 +1,23 @@
 """Objects of foreign classes that a model holds break nothing, and are read where they can be."""
 
-import contextvars
 import gc
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections import OrderedDict, deque  # noqa: F401, named in CHANGES
+from contextvars import ContextVar  # noqa: F401
 
-import numpy as np
+import numpy as np  # noqa: F401
 import odd_objects as odd
-import pytest
 import torch
+from odd_objects import Target
+from pytest import mark
 from single_samples import Written
 from torch import nn
 
 import fastlr
 from fastlr.ghost.program import fingerprint, hook_programs, own_attributes
 
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+pytestmark = mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
 def two_layers():
@@ -100,7 +98,7 @@ def seeded():
     return two_layers().eval()
 
 
-@pytest.mark.parametrize("name", odd.ODD)
+@mark.parametrize("name", odd.ODD)
 def test_a_program_with_it_is_read(name):
     for place in PLACES:
         net = two_layers()
@@ -124,9 +122,9 @@ def test_a_model_that_holds_them_all_is_measured():
     assert all(vars(net)[name] is value for name, value in before.items())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", odd.ODD | odd.SLOW)
+@mark.long
+@mark.parametrize("place", PLACES)
+@mark.parametrize("name", odd.ODD | odd.SLOW)
 def test_a_model_that_holds_it_is_measured(name, place):
     net = seeded()
     held = (odd.ODD | odd.SLOW)[name]()
@@ -200,281 +198,83 @@ def assert_measured(net):
     fastlr.estimate(net, fastlr.TensorInputs(torch.randn(4, 5)), 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_models_of_odd_classes(kind):
     assert_measured(kind(seeded()).eval())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ModuleWithoutClass])
+@mark.parametrize("kind", [*KINDS, ModuleWithoutClass])
 def test_parts_of_odd_classes(kind):
     assert_measured(nn.Sequential(kind(seeded()), nn.Identity()).eval())
 
 
 # -- what is read ----------------------------------------------------------------------------------
 
-Change = tuple[Any, Callable[[], Any]]
-CHANGES = {}
-
-
-def change(make):
-    CHANGES[make.__name__.replace("_", " ")] = make
-    return make
-
-
-def raise_alpha(target):
-    return lambda: object.__setattr__(target, "alpha", 1.0)
-
-
-KEPT = []  # what weak references refer to
-
-
-def target():
-    KEPT.append(odd.Target())
-    return KEPT[-1]
-
-
-@change
-def weak_reference():
-    held = target()
-    return weakref.ref(held), raise_alpha(held)
-
-
-@change
-def weak_reference_that_dies():
-    held = [odd.Target()]
-    return weakref.ref(held[0]), held.clear
-
-
-@change
-def weak_proxy():
-    held = target()
-    return weakref.proxy(held), raise_alpha(held)
-
-
-@change
-def weak_method():
-    held = target()
-    return weakref.WeakMethod(held.__init__), raise_alpha(held)
-
-
-@change
-def weak_reference_to_a_tensor():
-    held = torch.zeros(100)
-    KEPT.append(held)
-    return weakref.ref(held), lambda: held.add_(1)
-
-
-@change
-def weak_proxy_of_a_tensor():
-    held = torch.zeros(100)
-    KEPT.append(held)
-    return weakref.proxy(held), lambda: held.add_(1)
-
-
-@change
-def weak_reference_to_a_module():
-    held = nn.Dropout(0.1)
-    KEPT.append(held)
-    return weakref.ref(held), lambda: setattr(held, "p", 0.2)
-
-
-@change
-def weak_proxy_of_a_module():
-    held = nn.Dropout(0.1)
-    KEPT.append(held)
-    return weakref.proxy(held), lambda: setattr(held, "p", 0.2)
-
-
-@change
-def weak_set():
-    held = target()
-    return weakref.WeakSet([held]), raise_alpha(held)
-
-
-@change
-def weak_values():
-    held = target()
-    return weakref.WeakValueDictionary(held=held), raise_alpha(held)
-
-
-@change
-def weak_keys():
-    held = target()
-    mapping = weakref.WeakKeyDictionary({held: 0.0})
-    return mapping, lambda: mapping.update({held: 1.0})
-
-
-@change
-def array_of_objects():
-    held = np.array([0, "a"], dtype=object)
-    return held, lambda: held.__setitem__(0, 1)
-
-
-@change
-def object_in_an_array():
-    held = np.empty((1, 1), dtype=object)
-    held[0, 0] = odd.Target()
-    return held, raise_alpha(held[0, 0])
-
-
-@change
-def object_in_a_record():
-    held = odd.Target()
-    return np.array([(1, held)], dtype=[("number", "i4"), ("object", "O")]), raise_alpha(held)
-
-
-@change
-def masked_array():
-    held = np.ma.masked_array(np.ones(3), mask=[True, False, False])
-    return held, lambda: held.__setitem__(1, np.ma.masked)
-
-
-@change
-def context_variable():
-    held = contextvars.ContextVar("held")
-    return held, lambda: held.set(1.0)
-
-
-@change
-def object_in_a_context_variable():
-    held = contextvars.ContextVar("held")
-    held.set(odd.Target())
-    return held, raise_alpha(held.get())
-
-
-@change
-def thread_local():
-    held = threading.local()
-    held.alpha = 0.0
-    return held, lambda: setattr(held, "alpha", 1.0)
-
 
 class ThreadLocal(threading.local):
     __slots__ = ("slot",)
 
 
-@change
-def subclass_of_a_thread_local():
-    held = ThreadLocal()
-    held.alpha = held.slot = 0.0
-    return held, lambda: setattr(held, "alpha", 1.0)
+# What is made, what of it the model holds, and what changes it.
+CHANGES = """
+t = Target() | weakref.ref(t) | t.alpha = 1.0
+t = [Target()] | weakref.ref(t[0]) | t.clear()
+t = Target() | weakref.proxy(t) | t.alpha = 1.0
+t = Target() | weakref.WeakMethod(t.__init__) | t.alpha = 1.0
+t = torch.zeros(100) | weakref.ref(t) | t.add_(1)
+t = torch.zeros(100) | weakref.proxy(t) | t.add_(1)
+t = nn.Dropout(0.1) | weakref.ref(t) | t.p = 0.2
+t = nn.Dropout(0.1) | weakref.proxy(t) | t.p = 0.2
+t = Target() | weakref.WeakSet([t]) | t.alpha = 1.0
+t = Target() | weakref.WeakValueDictionary(held=t) | t.alpha = 1.0
+t = Target(); keys = weakref.WeakKeyDictionary({t: 0.0}) | keys | keys[t] = 1.0
+t = np.array([0, "a"], dtype=object) | t | t[0] = 1
+t = np.empty((1, 1), dtype=object); t[0, 0] = Target() | t | t[0, 0].alpha = 1.0
+t = Target() | np.array([(1, t)], dtype=[("number", "i4"), ("object", "O")]) | t.alpha = 1.0
+t = np.ma.masked_array(np.ones(3), mask=[True, False, False]) | t | t[1] = np.ma.masked
+t = ContextVar("t") | t | t.set(1.0)
+t = ContextVar("t"); t.set(Target()) | t | t.get().alpha = 1.0
+t = threading.local(); t.alpha = 0.0 | t | t.alpha = 1.0
+t = ThreadLocal(); t.alpha = t.slot = 0.0 | t | t.alpha = 1.0
+t = ThreadLocal(); t.alpha = t.slot = 0.0 | t | t.slot = 1.0
+t = ContextVar("t"); t.set(Target()) | odd.Proxy(lambda: t.get()) | t.set(Target(1.0))
+t = OrderedDict(a=1, b=2) | t | t.move_to_end("a")
+t = [odd.Irreps([1, 2])] | t | t[0] = odd.Irreps([1, 3])
+t = odd.RefusingList([1]) | t | list.append(t, 2)
+t = odd.RefusingDeque([1]) | t | deque.append(t, 2)
+t = odd.RefusingSet({1}) | t | set.add(t, 2)
+t = odd.RefusingDict(a=1) | t | dict.__setitem__(t, "a", 2)
+t = [odd.RefusingComplex(0)] | t | t[0] = odd.RefusingComplex(1)
+t = [odd.RefusingPartial(torch.add, alpha=1)] | t | t[0] = odd.RefusingPartial(torch.add, alpha=2)
+t = np.ones(3).view(odd.RefusingArray) | t | np.ndarray.__setitem__(t, 0, 2.0)
+t = odd.PrivateSlot(0.0) | t | t.set(1.0)
+t = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) | t | t.mul_(2)
+t = odd.RefusingGetattr() | t | object.__setattr__(t, "alpha", 1.0)
+t = odd.RefusingGetattribute() | t | object.__setattr__(t, "alpha", 1.0)
+t = odd.RefusingClass() | t | object.__setattr__(t, "alpha", 1.0)
+t = odd.RefusingComparison() | t | object.__setattr__(t, "alpha", 1.0)
+t = odd.class_of_refusing_meta()() | t | object.__setattr__(t, "alpha", 1.0)
+"""
 
 
-@change
-def slot_of_a_thread_local():
-    held = ThreadLocal()
-    held.alpha = held.slot = 0.0
-    return held, lambda: setattr(held, "slot", 1.0)
-
-
-@change
-def proxy_of_a_context_variable():
-    variable = contextvars.ContextVar("variable")
-    variable.set(odd.Target())
-    return odd.Proxy(lambda: variable.get()), lambda: variable.set(odd.Target(1.0))
-
-
-@change
-def order_of_an_ordered_dict():
-    held = OrderedDict(a=1, b=2)
-    return held, lambda: held.move_to_end("a")
-
-
-@change
-def refusing_tuple():
-    held = [odd.Irreps([1, 2])]
-    return held, lambda: held.__setitem__(0, odd.Irreps([1, 3]))
-
-
-@change
-def refusing_list():
-    held = odd.RefusingList([1])
-    return held, lambda: list.append(held, 2)
-
-
-@change
-def refusing_deque():
-    held = odd.RefusingDeque([1])
-    return held, lambda: deque.append(held, 2)
-
-
-@change
-def refusing_set():
-    held = odd.RefusingSet({1})
-    return held, lambda: set.add(held, 2)
-
-
-@change
-def refusing_dict():
-    held = odd.RefusingDict(a=1)
-    return held, lambda: dict.__setitem__(held, "a", 2)
-
-
-@change
-def refusing_complex_number():
-    held = [odd.RefusingComplex(0)]
-    return held, lambda: held.__setitem__(0, odd.RefusingComplex(1))
-
-
-@change
-def refusing_partial():
-    held = [odd.RefusingPartial(torch.add, alpha=1)]
-    return held, lambda: held.__setitem__(0, odd.RefusingPartial(torch.add, alpha=2))
-
-
-@change
-def refusing_array():
-    held = np.ones(3).view(odd.RefusingArray)
-    return held, lambda: np.ndarray.__setitem__(held, 0, 2.0)
-
-
-@change
-def private_slot():
-    held = odd.PrivateSlot(0.0)
-    return held, lambda: held.set(1.0)
-
-
-@change
-def nested_tensor():
-    held = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    return held, lambda: held.mul_(2)
-
-
-REFUSING = (
-    odd.RefusingGetattr,
-    odd.RefusingGetattribute,
-    odd.RefusingClass,
-    odd.RefusingComparison,
-)
-for _kind in REFUSING:
-    CHANGES[_kind.__name__] = partial(lambda kind: (held := kind(), raise_alpha(held)), _kind)
-CHANGES["OfRefusingMeta"] = lambda: (held := odd.class_of_refusing_meta()(), raise_alpha(held))
-
-
-@pytest.fixture
-def kept():
-    """Let go of what weak references refer to."""
-    yield
-    KEPT.clear()
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen(name, kept):
+@mark.parametrize("change", CHANGES.strip().splitlines())
+def test_a_change_is_seen(change):
+    made, held, changes = change.split(" | ")
     for place in (as_attribute, in_a_list, in_a_closure):
-        net = two_layers()
-        held, do = CHANGES[name]()
-        place(net, held)
+        net, names = two_layers(), dict(globals())
+        exec(made, names)
+        place(net, eval(held, names))
         before = fingerprint(net)
         assert fingerprint(net) == before, place.__name__
         with torch.no_grad():
-            do()
+            exec(changes, names)
         assert fingerprint(net) != before, place.__name__
 
 
 def test_a_fingerprint_keeps_nothing_alive():
     """What is referred to weakly ends as if nobody had looked, without the garbage collector."""
     net = two_layers()
-    held = odd.Target()
+    held = Target()
     net.odd = weakref.ref(held)
     gc.disable()
     try:

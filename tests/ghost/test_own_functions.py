@@ -1,12 +1,12 @@
 """A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
 
-import pytest
 import torch
 from exact import holds
+from expected import warned
+from pytest import mark
+from single_samples import Written
 from torch import nn
 from torch.autograd.function import once_differentiable
-
-from fastlr.errors import FastlrWarning
 
 OTHERS = {"n": None, "i": 3, "s": "text", "l": torch.arange(3), "o": object()}
 
@@ -81,9 +81,9 @@ def held(order, function, before, routes):
     assert {proofs["w"].route, proofs["b"].route} == routes
 
 
-@pytest.mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("before", [True, False])
+@mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
+@mark.parametrize("early", [True, False])
+@mark.parametrize("before", [True, False])
 def test_arguments_that_are_no_tensors_have_no_slot(order, early, before):
     for outputs in (1, 2, 3):
         held(order, product(order, early=early, outputs=outputs), before, {"node"})
@@ -111,7 +111,7 @@ def test_a_formula_that_fails_by_itself_leaves_the_loop():
         assert chosen.shape == g.shape[:1]
         return None, g @ w + 2 * more, g.T @ x, g.sum(0)
 
-    with pytest.warns(FastlrWarning, match="formula of ProductBackward fails by itself"):
+    with warned("formula of ProductBackward fails by itself"):
         held("nxwb", product("nxwb", early=True, outputs=3, backward=backward), True, {"loop"})
 
 
@@ -145,20 +145,15 @@ class Adjoint(torch.autograd.Function):
         return None, None, g, *sums
 
 
-class Flow(nn.Module):
-    """A small neural differential equation."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, x):
-        return self.last(Adjoint.apply(self.field, 5, self.first(x), *self.field.parameters()))
-
-
 def test_an_adjoint_is_measured_without_the_loop():
-    engine = holds(Flow().double(), torch.randn(5, 4, dtype=torch.float64), route=None)
+    """A small neural differential equation."""
+    model = Written(
+        lambda m, x: m.last(Adjoint.apply(m.field, 5, m.first(x), *m.field.parameters())),
+        first=nn.Linear(4, 4),
+        last=nn.Linear(4, 3),
+        field=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
+    )
+    engine = holds(model.double(), torch.randn(5, 4, dtype=torch.float64), route=None)
     routes = {name: proof.route for name, proof in engine.ledger.parameters.items()}
     assert {routes[name] for name in routes if name.startswith("field")} == {"node"}
     assert {routes[name] for name in routes if not name.startswith("field")} == {"rule"}

@@ -3,11 +3,12 @@
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
+from pytest import mark, param
 from single_samples import Written
 from torch import Tensor
 
@@ -32,24 +33,19 @@ Op = Callable[..., Tensor | Sequence[Tensor]]
 aten = torch.ops.aten
 
 
-def methods(names, *args, **options):
-    """Tensor methods of these names, with these arguments."""
-    return [lambda x, *more, n=n: getattr(x, n)(*more, *args, **options) for n in names.split()]
+def after(function, args, options, *given):
+    """Call a function with what is given, and then with its other arguments."""
+    return function(*given, *args, **options)
 
 
-def of_functional(names, *args, **options):
-    return [lambda *x, n=n: getattr(F, n)(*x, *args, **options) for n in names.split()]
+def of(place, names, *args, **options):
+    """Functions of these names in a module or class, with these arguments after their inputs."""
+    return [partial(after, getattr(place, name), args, options) for name in names.split()]
 
 
-def of_fft(names, **options):
-    return [lambda x, n=n: getattr(torch.fft, n)(x, **options) for n in names.split()]
-
-
-def of_special(names):
-    return [lambda *x, n=n: getattr(torch.special, n)(*x) for n in names.split()]
-
-
-OF_MATRICES = "cholesky det eigh inv matrix_exp pinv qr slogdet svd".split()
+methods, of_functional = partial(of, Tensor), partial(of, F)
+of_fft, of_special = partial(of, torch.fft), partial(of, torch.special)
+OF_MATRICES = of(torch.linalg, "cholesky det eigh inv matrix_exp pinv qr slogdet svd")
 
 
 def definite(x):
@@ -142,7 +138,7 @@ UNARY = [
     *of_functional("fold", (2, 2), 1),
     lambda x: (x + 1.5).acosh(),
     *of_special("ndtri entr erfcx i0e i1 i1e log_ndtr"),
-    *(lambda x, n=n: getattr(torch.linalg, n)(definite(x)) for n in OF_MATRICES),
+    *(lambda x, f=f: f(definite(x)) for f in OF_MATRICES),
     lambda x: torch.channel_shuffle(x, 2),
     lambda x: aten.alias(x),
     lambda x: x.permute(*range(1, x.ndim), 0),
@@ -228,6 +224,15 @@ BINARY = [
         lambda a, b, p=p, m=m: torch.cdist(a, b, p, f"{m}use_mm_for_euclid_dist")
         for p, m in ((1.0, "donot_"), (2.0, "donot_"), (2.0, ""))
     ),
+    *(
+        lambda a, b, solve=solve, left=left, more=more: solve(definite(a), b, left=left, **more)
+        for solve, more in (
+            (torch.linalg.solve, {}),
+            (torch.linalg.solve_triangular, {"upper": True}),
+        )
+        for left in (True, False)
+    ),
+    lambda a, b: torch.linalg.solve(definite(a), b[..., 0]),  # a vector for each system
     lambda a, b: torch.rsub(a, b),
     lambda a, b: torch.where(some(torch.broadcast_shapes(a.shape, b.shape)), a, b),
     lambda a, b: torch.lerp(a, b, 0.3),
@@ -249,13 +254,7 @@ BINARY = [
     *of_functional("conv1d conv2d conv_transpose1d linear"),
     lambda a, b: F.conv2d(a, b, padding=1, groups=2),
 ]
-TERNARY = [
-    torch.addmm,
-    torch.baddbmm,
-    torch.addmv,
-    torch.addbmm,
-    F.scaled_dot_product_attention,
-]
+TERNARY = [torch.addmm, torch.baddbmm, torch.addmv, torch.addbmm, F.scaled_dot_product_attention]
 
 
 def shapes(ndim, step=1):
@@ -339,10 +338,8 @@ def nodes_keep_rows(op, given, seen):
     return [text for z in with_graph[:1] for text in broken(z, seen)]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "every", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some-pairs", "all-pairs"]
-)
+@mark.filterwarnings("ignore")
+@mark.parametrize("every", [12, param(1, marks=mark.long)], ids=["some-pairs", "all-pairs"])
 def test_listed_nodes_keep_rows(every):
     torch.manual_seed(0)
     seen = set()
@@ -357,7 +354,7 @@ def test_a_wrong_entry_would_be_seen(monkeypatch):
     assert nodes_keep_rows(lambda x: x.flip(0), ((4, 2),), set())
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "forward, kinds, passes",
     [(torch.special.xlog1py, ("SpecialXlog1PyBackward0",), (3, 4, 5)), (torch.mul, (), (0, 0, 0))],
 )

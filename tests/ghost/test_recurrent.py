@@ -2,14 +2,16 @@
 
 from itertools import product
 
-import pytest
 import torch
 from exact import assert_norms, assert_same_function, holds, seeded, truth
+from expected import refused
+from pytest import fixture, mark, raises
+from single_samples import Written
 from torch import nn
 from torch.nn.utils import rnn as sequences
+from torch.testing import assert_close
 
 import fastlr
-from fastlr.errors import InputError
 from fastlr.ghost import recurrent
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.factors import Dense
@@ -74,13 +76,13 @@ def series(dtype=torch.float64, width=IN):
     return torch.randn(B, T, width, dtype=torch.float64, generator=seeded()).to(dtype)
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def _same_draws():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("layers", "both"), list(product((1, 2), (False, True))))
+@mark.parametrize("kind", KINDS)
+@mark.parametrize(("layers", "both"), list(product((1, 2), (False, True))))
 def test_every_option_is_exact(kind, layers, both):
     options = {"num_layers": layers, "bidirectional": both, "dropout": 0.5 if layers > 1 else 0.0}
     given = layers > 1  # initial states, no biases and time first go with two layers
@@ -88,10 +90,10 @@ def test_every_option_is_exact(kind, layers, both):
         Layers(kind, learnt=given, bias=not given, batch_first=not given, **options).double().eval()
     )
     engine = holds(model, series())
-    assert engine.folding.replaced == {"recurrent": 1}
+    assert engine.folding.blocks.replaced == {"recurrent": 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_float32_goes_by_rule(kind):
     model = Layers(kind, learnt=True, num_layers=2, bidirectional=True).eval()
     engine = holds(model, series(torch.float32), rtol=1e-4)
@@ -106,10 +108,10 @@ def test_gates_that_hardly_open():
     got = Engine(model).run(x, v).per_parameter
     want = truth(model, (x,), v).norms
     for name in filter(lambda name: "rnn" in name, want):
-        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=0)
+        assert_close(got[name], want[name], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_values_and_all_gradients_are_torchs(kind):
     model = (
         Layers(kind, learnt=True, num_layers=2, bidirectional=True, batch_first=True)
@@ -122,7 +124,7 @@ def test_values_and_all_gradients_are_torchs(kind):
     assert_same_function(got, model(x), leaves, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind):
     rnn = KINDS[kind][0](IN, H, **KINDS[kind][1])
     x = series(torch.float32)
@@ -143,24 +145,25 @@ def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind):
     assert "AsStridedBackward0" not in walk(z, dict(rnn.named_parameters())).names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@mark.parametrize("kind", KINDS)
+@mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_without_folding_the_steps_are_torchs_own(kind, dtype):
     model, x = Layers(kind).eval().to(dtype), series(dtype)
     with fuse.unfolded():
         engine = holds(model, x, rtol=1e-10 if dtype == torch.float64 else 1e-4)
-    assert not engine.folding.replaced
-    assert engine.folding.unfused.calls
+    blocks = engine.folding.blocks
+    assert not blocks.replaced
+    assert blocks.unfused.calls
 
 
 def test_after_folding_is_given_up():
     model, x = Layers("lstm").eval(), series(torch.float32)
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
-    engine.folding.refuse_replaced_calls("a test")
-    assert engine.folding.calls_refused == "a test"
+    engine.folding.blocks.why_no_call_is_replaced = "a test"
     got = engine.run(x, lambda z: torch.ones_like(z))
-    torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)
+    assert not engine.folding.blocks.replaced
+    assert_close(got.total, want, rtol=1e-4, atol=0)
     assert set(got.routes.values()) == {"rule"}
     report = fastlr.support_report(Layers("lstm", dropout=0.0), x)
     assert report.replaced == {"recurrent": 1}
@@ -177,10 +180,10 @@ def test_layers_that_the_first_call_does_not_reach():
     engine.run(x, lambda z: torch.ones_like(z))
     model.eval()
     assert set(engine.run(x, lambda z: torch.ones_like(z)).routes.values()) == {"rule"}
-    assert engine.folding.replaced == {"recurrent": 1}
+    assert engine.folding.blocks.replaced == {"recurrent": 1}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_packed_sequences(kind):
     class Packed(Layers):
         def forward(self, x):
@@ -200,39 +203,34 @@ def test_packed_sequences(kind):
     for sample, length in enumerate((6, 3, 5, 2)):
         x[sample, length:] = 10.0
     engine = holds(model, x, rtol=1e-4)
-    assert not engine.folding.replaced
-    assert engine.folding.unfused.calls == 1
+    blocks = engine.folding.blocks
+    assert not blocks.replaced
+    assert blocks.unfused.calls == 1
 
 
 def test_dropout_in_train_mode_is_refused():
     model = Layers("gru", num_layers=2, dropout=0.5).double()
-    with pytest.raises(fastlr.errors.RandomForwardError):
+    with raises(fastlr.errors.RandomForwardError):
         Engine(model).run(series(), lambda z: z)
 
 
 def test_one_sequence_without_a_batch_axis_is_refused():
     model = nn.LSTM(IN, H).double()
-    with pytest.raises(InputError, match="in_dim"):
+    with refused("in_dim"):
         fastlr.per_sample_grad_sq_norms(
             model, torch.randn(T, IN).double(), torch.ones(1, H).double(), output=lambda o: o[1][0]
         )
 
 
 def test_models_that_differentiate_their_own_forward_pass():
-    class Slope(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.LSTM(IN, H, batch_first=True)
+    def slope(m, x):
+        x = x.detach().requires_grad_()
+        energy = m.rnn(x)[0].square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0].flatten(1)
 
-        def forward(self, x):
-            x = x.detach().requires_grad_()
-            energy = self.rnn(x)[0].square().sum()
-            return torch.autograd.grad(energy, x, create_graph=True)[0].flatten(1)
-
-    model = Slope().double()
-    engine = holds(model, series())
-    assert engine.folding.calls_refused
-    assert not engine.folding.replaced
+    engine = holds(Written(slope, rnn=nn.LSTM(IN, H, batch_first=True)).double(), series())
+    assert engine.folding.blocks.why_no_call_is_replaced
+    assert not engine.folding.blocks.replaced
 
 
 def test_weights_that_are_computed_or_frozen():
@@ -249,46 +247,37 @@ def test_weights_that_are_computed_or_frozen():
 
 
 def test_outputs_changed_in_place_and_layers_called_twice():
-    class Twice(nn.Module):
-        def __init__(self, batch_first):
-            super().__init__()
-            self.rnn = nn.LSTM(IN, IN, batch_first=batch_first)
-            self.head = nn.Linear(IN, 2)
-
-        def forward(self, x):
-            x = x if self.rnn.batch_first else x.transpose(0, 1)
-            out, ends = self.rnn(x)
-            out, _ = self.rnn(out.relu_(), ends)
-            out = self.head(out.mul_(2))
-            return (out if self.rnn.batch_first else out.transpose(0, 1)).flatten(1)
+    def twice(m, x):
+        x = x if m.rnn.batch_first else x.transpose(0, 1)
+        out, ends = m.rnn(x)
+        out, _ = m.rnn(out.relu_(), ends)
+        out = m.head(out.mul_(2))
+        return (out if m.rnn.batch_first else out.transpose(0, 1)).flatten(1)
 
     for batch_first in (False, True):
-        engine = holds(Twice(batch_first).double(), series())
-        assert engine.folding.replaced == {"recurrent": 2}
+        rnn = nn.LSTM(IN, IN, batch_first=batch_first)
+        engine = holds(Written(twice, rnn=rnn, head=nn.Linear(IN, 2)).double(), series())
+        assert engine.folding.blocks.replaced == {"recurrent": 2}
 
 
 def test_one_sample_alone():
     model, x = Layers("lstm").eval(), series(torch.float32)[:1]
     v = torch.ones(1, 15)
     got = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(got, truth(model, (x,), v).total, rtol=1e-5, atol=0)
+    assert_close(got, truth(model, (x,), v).total, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@mark.parametrize("dtype", [torch.float32, torch.float64])
+@mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells(cell, dtype):
-    class Unrolled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.head = cell(IN, H), nn.Linear(H, 2)
+    def unrolled(m, x):
+        state = None
+        for step in x.unbind(1):
+            state = m.cell(step, state)
+        return m.head(state[0] if isinstance(state, tuple) else state)
 
-        def forward(self, x):
-            state = None
-            for step in x.unbind(1):
-                state = self.cell(step, state)
-            return self.head(state[0] if isinstance(state, tuple) else state)
-
-    holds(Unrolled().to(dtype), series(dtype), rtol=1e-10 if dtype == torch.float64 else 1e-4)
+    model = Written(unrolled, cell=cell(IN, H), head=nn.Linear(H, 2)).to(dtype)
+    holds(model, series(dtype), rtol=1e-10 if dtype == torch.float64 else 1e-4)
 
 
 def test_low_precision():
@@ -297,7 +286,7 @@ def test_low_precision():
     want = truth(model, (x,), torch.ones(B, 15)).total
     with torch.autocast("cpu", torch.bfloat16):
         got = fastlr.per_sample_grad_sq_norms(model, x, torch.ones(B, 15))
-    torch.testing.assert_close(got, want, rtol=0.1, atol=0)
+    assert_close(got, want, rtol=0.1, atol=0)
 
 
 # -- the node and its rule
@@ -325,8 +314,8 @@ def node_inputs(kind, biases=True, count=2, hidden=3):
     return {role: t.requires_grad_() for role, t in draw.items()}
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("biases", [False, True])
+@mark.parametrize("kind", KINDS)
 def test_the_node_has_the_derivatives_of_its_values(kind, biases):
     inputs = node_inputs(kind, biases)
     assert torch.autograd.gradcheck(
@@ -335,7 +324,7 @@ def test_the_node_has_the_derivatives_of_its_values(kind, biases):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mark.parametrize("kind", KINDS)
 def test_rows_go_through_states_but_not_through_weights(kind):
     """With as many samples as a weight has rows."""
     count = len(node_inputs(kind)["w_ih"])
@@ -348,63 +337,45 @@ def test_rows_go_through_states_but_not_through_weights(kind):
             assert _through(graph, len(graph.nodes) - 1, layout, output, slot, t.shape) == want
 
 
-class Read(nn.Module):
-    """An LSTM over the rows of its inputs, part of whose results is read.
+@mark.parametrize("read", ["outputs", "picked", "cell", "both"])
+@mark.parametrize("several", [1, 3])
+def test_whichever_results_are_read_of_however_many_rows(read, several):
+    """An LSTM over the rows of its inputs; a sample may have several."""
 
-    A sample may have several rows.
-    """
-
-    def __init__(self, read):
-        super().__init__()
-        self.rnn = nn.LSTM(IN, H, 2, batch_first=True)
-        self.head = nn.Linear(H, 2)
-        self.read = read
-
-    def forward(self, x):
-        out, (hidden, cell) = self.rnn(x.reshape(-1, T, IN))
+    def forward(m, x):
+        out, (hidden, cell) = m.rnn(x.reshape(-1, T, IN))
         chosen = {
             "outputs": out.sum(1),
-            "picked": out[
-                torch.arange(len(out)), (out[:, 0, 0] > 0) + 2
-            ],  # by index: whose rows these are is in the data
+            # By index: whose rows these are is in the data.
+            "picked": out[torch.arange(len(out)), (out[:, 0, 0] > 0) + 2],
             "cell": cell[1],
             "both": hidden[0] * cell[1] + cell[0],
-        }[self.read]
-        return self.head(chosen).reshape(len(x), -1)
+        }[read]
+        return m.head(chosen).reshape(len(x), -1)
 
-
-@pytest.mark.parametrize("read", ["outputs", "picked", "cell", "both"])
-@pytest.mark.parametrize("several", [1, 3])
-def test_whichever_results_are_read_of_however_many_rows(read, several):
     x = torch.randn(B, several, T, IN, dtype=torch.float64, generator=seeded())
-    engine = holds(Read(read).double(), x)
+    rnn = nn.LSTM(IN, H, 2, batch_first=True)
+    engine = holds(Written(forward, rnn=rnn, head=nn.Linear(H, 2)).double(), x)
     assert {p.kinds for n, p in engine.ledger.parameters.items() if n.startswith("rnn")} == {
         ("Scan",)
     }
 
 
 def test_weights_that_serve_twice_in_one_layer_and_outside():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.LSTM(IN, IN, batch_first=True)
-            self.rnn.weight_hh_l0 = self.rnn.weight_ih_l0
-            self.rnn.bias_hh_l0 = self.rnn.bias_ih_l0
+    def tied(m, x):
+        out, (_, cell) = m.rnn(m.rnn(x)[0])
+        again = nn.functional.linear(out, m.rnn.weight_ih_l0, m.rnn.bias_ih_l0)
+        return again.flatten(1) + cell.sum(2).mT
 
-        def forward(self, x):
-            out, (_, cell) = self.rnn(self.rnn(x)[0])
-            return (
-                nn.functional.linear(out, self.rnn.weight_ih_l0, self.rnn.bias_ih_l0).flatten(1)
-                + cell.sum(2).mT
-            )
-
-    model = Tied().double()
+    model = Written(tied, rnn=nn.LSTM(IN, IN, batch_first=True)).double()
+    model.rnn.weight_hh_l0 = model.rnn.weight_ih_l0
+    model.rnn.bias_hh_l0 = model.rnn.bias_ih_l0
     assert len(list(model.parameters())) == 2
     engine = holds(model, series())
-    assert engine.folding.replaced == {"recurrent": 2}
+    assert engine.folding.blocks.replaced == {"recurrent": 2}
 
 
-@pytest.mark.parametrize("rule", ["missing", "wrong"])
+@mark.parametrize("rule", ["missing", "wrong"])
 def test_without_a_right_rule_the_nodes_own_formula_serves(rule, monkeypatch):
     right = RULES[recurrent.NODE]
 
@@ -417,13 +388,8 @@ def test_without_a_right_rule_the_nodes_own_formula_serves(rule, monkeypatch):
     monkeypatch.setitem(RULES, recurrent.NODE, wrong)
     if rule == "missing":
         monkeypatch.delitem(RULES, recurrent.NODE)
-    model = nn.Sequential(nn.LSTM(IN, H, batch_first=True), Outputs()).double()
-    holds(model, series(), route="node")
-
-
-class Outputs(nn.Module):
-    def forward(self, results):
-        return results[0].flatten(1)
+    model = Written(lambda m, x: m.rnn(x)[0].flatten(1), rnn=nn.LSTM(IN, H, batch_first=True))
+    holds(model.double(), series(), route="node")
 
 
 def test_outputs_whose_samples_lie_apart_have_no_rule():
@@ -437,7 +403,7 @@ def test_outputs_whose_samples_lie_apart_have_no_rule():
     slots = range(3, 7)
     shapes = {slot: list(inputs.values())[slot].shape for slot in slots}
     layouts = {0: Regular(1, 1, 1), 1: Ragged(0, ids)}
-    with torch.no_grad(), pytest.raises(Unsupported, match="not the same"):
+    with torch.no_grad(), refused("not the same", Unsupported):
         RULES[recurrent.NODE](Site(out.grad_fn, (out, cell), layouts, 2, shapes), slots)
 
 

@@ -8,9 +8,10 @@ import warnings
 from contextlib import contextmanager, suppress
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
+from expected import refused
+from pytest import mark
 from threads import meanwhile, small_models, together
 from torch import nn
 from untouched import untouched
@@ -57,7 +58,7 @@ def test_three_threads_measure_one_model():
     three_threads(10, ["mlp"])
 
 
-@pytest.mark.long
+@mark.long
 def test_three_threads_measure_one_model_often():
     three_threads(40, MODELS)
 
@@ -210,7 +211,7 @@ def test_threads_that_wait_for_each_other_are_told():
             with locked(second):
                 return True
 
-    with pytest.raises(FastlrError, match="wait for ever"):
+    with refused("wait for ever", FastlrError):
         together(partial(both, one, other), partial(both, other, one))
     with locked(one), locked(other):  # all are free again
         pass
@@ -232,7 +233,7 @@ def test_copies_know_nothing_of_a_lock():
         assert together(free) == [True]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
     model = nn.Linear(2, 2)
     held, done = threading.Event(), threading.Event()
@@ -260,7 +261,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
 # ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@mark.parametrize("name", MODELS)
 def test_a_forward_pass_meanwhile(name):
     """It meets the model's own parameters, in eval mode."""
     model, shape = small_models()[name]
@@ -304,7 +305,7 @@ def test_activations_of_a_forward_pass_meanwhile_are_not_counted():
 def clones(monkeypatch):
     """What proofs run on: a list of whether each had a clone at its end."""
     found = []
-    trusted = StandIn.trusted
+    trusted = StandIn.by_clone_or_model
 
     def noted(stand_in, work):
         try:
@@ -312,7 +313,7 @@ def clones(monkeypatch):
         finally:
             found.append(stand_in.clone is not None)
 
-    monkeypatch.setattr(StandIn, "trusted", noted)
+    monkeypatch.setattr(StandIn, "by_clone_or_model", noted)
     yield found
 
 
@@ -404,7 +405,7 @@ def in_a_thread(model):
 READERS = [closure, hook, patched, partly, in_an_object, registered, in_a_thread]
 
 
-@pytest.mark.parametrize("make", READERS)
+@mark.parametrize("make", READERS)
 def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
     """Its norms are exact, and no parameter seems absent."""
     torch.manual_seed(0)
@@ -418,15 +419,12 @@ def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
         assert torch.allclose(got[name], want, rtol=1e-4), name
 
 
-@pytest.mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
+@mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
 def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(monkeypatch, make):
     model = by_closure(make).eval()
     # Its bias is read nowhere else.
     model.layer.forward = lambda x: F.linear(x, model.head.weight.new_ones(4, 4))
-    with (
-        clones(monkeypatch) as found,
-        pytest.raises(fastlr.errors.HiddenParameterError, match=r"layer\.bias"),
-    ):
+    with clones(monkeypatch) as found, refused(r"layer\.bias", fastlr.errors.HiddenParameterError):
         fastlr.per_sample_grad_sq_norms(model, samples((4,)), samples((3,)))
     assert not any(found)
 
@@ -444,7 +442,7 @@ def own_hook(model):
     model.layer.register_forward_hook(lambda module, args, result: result * module.bias.mean())
 
 
-@pytest.mark.parametrize("make", [bound, listed, own_hook])
+@mark.parametrize("make", [bound, listed, own_hook])
 def test_what_modules_hold_of_each_other_is_the_clones(monkeypatch, make):
     torch.manual_seed(0)
     model, x, v = by_closure(make).eval(), samples((4,)), samples((3,))
@@ -456,7 +454,7 @@ def test_what_modules_hold_of_each_other_is_the_clones(monkeypatch, make):
         assert torch.allclose(got[name], want, rtol=1e-4), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@mark.parametrize("name", MODELS)
 def test_ordinary_models_have_a_clone(monkeypatch, name):
     model, shape = small_models()[name]
     with clones(monkeypatch) as found:

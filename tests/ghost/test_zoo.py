@@ -8,17 +8,14 @@ import warnings
 import models_zoo as zoo
 import pytest
 import torch
-from exact import assert_norms
+from exact import assert_norms, seeded
 from untouched import untouched
 
 from bench import cases
 from fastlr import errors
 from fastlr.ghost.fusion import mode as fuse
 
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.long] if make.long else [])
-    for name, make in zoo.ZOO.items()
-]
+NAMES = [pytest.param(name, marks=[pytest.mark.long] * make.long) for name, make in zoo.ZOO.items()]
 FAULTS = [name for name in zoo.ZOO if name.startswith("fault_")]
 SOUND = [param for param in NAMES if param.values[0] not in FAULTS]
 
@@ -58,13 +55,7 @@ def refusals(case):
     return tuple(getattr(errors, name) for name in case.expected.split("|") if name != "ok")
 
 
-def compare(
-    case,
-    cotangent,
-    truth,
-    itself,
-    total,
-):
+def compare(case, cotangent, truth, itself, total):
     """Hold each value within ``itself`` of the truth plus ``total`` of its sample's total.
 
     Values are squared norms by parameter and sample; both tolerances are relative.
@@ -118,5 +109,5 @@ def test_zoo_refuses(name):
         result = cases.call(case.model, case.x)
     shape = result.shape if isinstance(result, torch.Tensor) else (case.batch, 3)
     with pytest.raises(refusals(case)) as caught:
-        measure(case, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        measure(case, torch.randn(shape, generator=seeded(1)))
     assert len(str(caught.value)) > 40, "the message names the thing, the reason and the remedy"

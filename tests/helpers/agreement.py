@@ -1,22 +1,15 @@
 """Results of an op against those of its definition."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
-
 import torch
-from torch import Tensor
 
 
-def pairs(got: Any, want: Any) -> list[tuple[Any, Any]]:
+def pairs(got, want):
     """The results of two runs of an op, one tensor or several, side by side."""
     sides = [t if isinstance(t, tuple) else (t,) for t in (got, want)]
     return list(zip(*sides, strict=True))
 
 
-def assert_near(
-    got: Any, want: Any, tolerance: float, *, of: Literal["result", "row", "element"] = "result"
-) -> None:
+def assert_near(got, want, tolerance, *, of="result"):
     """Hold results to a definition: off by at most ``tolerance`` of its largest value.
 
     ``of``: the largest value of the whole result, of the row (the last axis) or the element itself.
@@ -36,7 +29,7 @@ def assert_near(
         )
 
 
-def scale_of(truth: Tensor, of: str) -> Tensor:
+def scale_of(truth, of):
     """The largest finite size of a result, of its rows or of its elements; never zero."""
     size = truth.abs().nan_to_num(nan=0, posinf=0)
     if of != "element" and size.numel():

@@ -1,7 +1,5 @@
 """The command line in tests: networks that it loads from a file, and ranks run as by torchrun."""
 
-from __future__ import annotations
-
 import rank_estimates as work
 import torch.distributed as dist
 from ranks import good, run_ranks

@@ -3,8 +3,6 @@
 They are made in a process of their own.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -13,24 +11,31 @@ import torch
 from bench.paired import Work, Wrong
 
 
-def right(seconds: float = 0.02) -> Work:
-    def run() -> None:
+def nothing():
+    pass
+
+
+def right(seconds=0.02):
+    def run():
         torch.ones(64 << 20, dtype=torch.uint8)
         time.sleep(seconds)
 
-    return Work(lambda: time.sleep(0.01), run, lambda: {"deviation": 0.0, "notes": ["a note"]})
+    def check():
+        return {"deviation": 0.0, "notes": ["a note"]}
+
+    return Work(lambda: time.sleep(0.01), run, check)
 
 
-def wrong() -> Work:
-    def check() -> dict:
+def wrong():
+    def check():
         raise Wrong("3.5 times the truth (conv1.weight 15 times)")
 
-    return Work(lambda: None, lambda: None, check)
+    return Work(nothing, nothing, check)
 
 
-def fails() -> Work:
+def fails():
     raise RuntimeError("no such layer\nand more")
 
 
-def killed() -> Work:
-    return Work(lambda: None, lambda: os.kill(os.getpid(), 9))
+def killed():
+    return Work(nothing, lambda: os.kill(os.getpid(), 9))

@@ -1,7 +1,5 @@
 """What the tests of the continual-learning driver share: networks, a small run, its readers."""
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -14,7 +12,7 @@ from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.runs.options import resolve
 
 
-def net(num_classes: int = 2) -> nn.Module:
+def net(num_classes=2):
     """A small network with everything that is random or has state in training."""
     features = [
         nn.Conv2d(3, 4, 3),
@@ -54,20 +52,20 @@ EVERY_INTERVENTION = {
 }
 
 
-def as_arguments(settings: dict) -> list[str]:
+def as_arguments(settings):
     """Options as the command line takes them."""
     texts = {tuple: ",".join, dict: json.dumps}
     return [f"--set={key}={texts.get(type(value), str)(value)}" for key, value in settings.items()]
 
 
-def no_activation(num_classes: int = 2) -> nn.Module:
+def no_activation(num_classes=2):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
 
 
 class Watching(nn.Module):
     """Keeps the images that it sees."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head, self.seen = nn.Linear(192, 2), []
 
@@ -77,26 +75,26 @@ class Watching(nn.Module):
         return self.head(x.flatten(1))
 
 
-def begin(path, images: str, **settings) -> list[dict]:
+def begin(path, images, **settings):
     """Begin a run of the preset "paper" with `SMALL` and these settings; return its records."""
     experiment.begin(path, "paper", {**SMALL, "data": images, **settings})
     return lines(path)
 
 
-def comparable(path) -> list[dict]:
-    """The records without what tells of the interruption, and times."""
+def comparable(path):
+    """The records without what tells of the interruption, times, and digests, which times enter."""
     return [
-        {k: v for k, v in line.items() if k != "seconds"}
+        {k: v for k, v in line.items() if k not in ("seconds", "digest")}
         for line in lines(path)
         if line["kind"] != "resume"
     ]
 
 
-def checkpoint(path) -> dict:
+def checkpoint(path):
     return torch.load(path / "checkpoints/last.pt", weights_only=True)["state"]
 
 
-def assert_same(a, b) -> None:
+def assert_same(a, b):
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
@@ -109,12 +107,12 @@ def assert_same(a, b) -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def plain(num_classes: int = 2) -> nn.Module:
+def plain(num_classes=2):
     features = [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*features, nn.Linear(144, num_classes))
 
 
-def trainer(network=plain, **settings) -> Trainer:
+def trainer(network=plain, **settings):
     torch.manual_seed(0)
     options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, **settings})
     return Trainer(network(), options, torch.device("cpu"))

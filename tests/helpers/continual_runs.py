@@ -1,17 +1,14 @@
 """Run folders in the driver's format, of simulated numbers, for tests of analysis and report."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 
 LAYERS = ("stem.weight", "stem.bias", "blocks.0.weight", "blocks.1.weight", "head.weight")
 
 
-def autoregressive(rng: np.random.Generator, n: int, phi: float = 0.97) -> np.ndarray:
+def autoregressive(rng, n, phi=0.97):
     """A stationary AR(1) series of unit variance."""
     noise = rng.standard_normal(n) * math.sqrt(1 - phi**2)
     values = np.empty(n)
@@ -21,27 +18,17 @@ def autoregressive(rng: np.random.Generator, n: int, phi: float = 0.97) -> np.nd
     return values
 
 
-def read_lines(folder: Path) -> list[dict]:
+def read_lines(folder):
     """The lines of a run's records."""
     return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
 
 
-def write_lines(folder: Path, lines: list[dict]) -> None:
+def write_lines(folder, lines):
     """Replace a run's records."""
     (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_run(
-    folder: Path,
-    tasks: int,
-    *,
-    seed: int = 0,
-    effect: float = 0.02,
-    skip: tuple[int, ...] = (),
-    leave_out: tuple[str, ...] = (),
-    resume: tuple[int, ...] = (),
-    tail: str = "",
-) -> Path:
+def write_run(folder, tasks, *, seed=0, effect=0.02, skip=(), leave_out=(), resume=(), tail=""):
     """Write config.json and records.jsonl, where accuracy falls as LR does.
 
     Next-task LR follows that of shapes.
@@ -126,7 +113,7 @@ def write_run(
     return folder
 
 
-def set_options(folder: Path, **options: object) -> dict:
+def set_options(folder, **options):
     """Replace options in a run's configuration, and return it."""
     file = folder / "config.json"
     config = json.loads(file.read_text())

@@ -1,28 +1,23 @@
 """Small image sources for the tests of fastlr.experiments.data: a key tells every pixel."""
 
-from __future__ import annotations
-
 import zipfile
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from fastlr.experiments.data import ImageStore
-
 SIZE = 8
 
 
-def pixels(key: int, height: int = SIZE, width: int = SIZE) -> np.ndarray:
+def pixels(key, height=SIZE, width=SIZE):
     return np.random.default_rng(key).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def save(path: Path, image: np.ndarray | Image.Image, **options) -> None:
+def save(path, image, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(path, **options)
 
 
-def imagenet(root: Path, classes: int = 3, train: int = 4, val: int = 2) -> Path:
+def imagenet(root, classes=3, train=4, val=2):
     """PNG files with the pixels of key (class, split, image)."""
     for c in range(classes):
         for split, count in (("train", train), ("val", val)):
@@ -32,14 +27,14 @@ def imagenet(root: Path, classes: int = 3, train: int = 4, val: int = 2) -> Path
     return root
 
 
-def folder(root: Path, classes: int = 3, count: int = 10) -> Path:
+def folder(root, classes=3, count=10):
     for c in range(classes):
         for i in range(count):
             save(root / f"c{c}" / f"{i}.png", pixels(1000 * c + i))
     return root
 
 
-def zipped(root: Path, wrapper: str = "") -> Path:
+def zipped(root, wrapper=""):
     target = root.with_suffix(".zip")
     with zipfile.ZipFile(target, "w") as archive:
         for path in sorted(root.rglob("*")):
@@ -48,10 +43,10 @@ def zipped(root: Path, wrapper: str = "") -> Path:
     return target
 
 
-def rows(store: ImageStore, position: int, split: str) -> np.ndarray:
+def rows(store, position, split):
     start, stop = store.range(position, split)
     return np.array(store.images[start:stop])
 
 
-def content(path: Path) -> tuple[bytes, bytes]:
+def content(path):
     return (path / "images.u8").read_bytes(), (path / "index.json").read_bytes()

@@ -3,14 +3,11 @@
 Also what tests hold results to.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlr.ghost.engine import Engine
 from fastlr.ops.reference.fisher import categorical_fisher
@@ -26,17 +23,17 @@ class Truth(NamedTuple):
     apart: float
 
     @property
-    def interact(self) -> bool:
+    def interact(self):
         """Tell if samples interact, so that norms mean nothing: rounding alone is 1e-12 apart."""
         return self.apart > 1e-9
 
     @property
-    def total(self) -> Tensor:
+    def total(self):
         """Squared norms of all parameters together."""
         return torch.stack(list(self.norms.values())).sum(0)
 
 
-def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Parameter]]:
+def output_of(model, xs):
     """Output and trainable parameters of a fresh float64 copy of the model."""
     model = copy.deepcopy(model).double()
     doubled = (
@@ -45,7 +42,7 @@ def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Paramet
     return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: int) -> Tensor:
+def _sq_norms(z, parameters, v, row):
     """Return the squared norm of each parameter's gradient [parameters].
 
     The cotangent is v in one row of z and zero in the others.
@@ -53,14 +50,12 @@ def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: in
     cotangent = torch.zeros_like(z)
     cotangent[row] = v
     grads = torch.autograd.grad(
-        z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True
+        z, list(parameters.values()), cotangent, retain_graph=True, materialize_grads=True
     )
-    return torch.stack([z.new_zeros(()) if g is None else g.square().sum() for g in grads])
+    return torch.stack([g.square().sum() for g in grads])
 
 
-def truth(
-    model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None
-) -> Truth:
+def truth(model, xs, v, shared=(), samples=None):
     """Measure each sample beside a copy of itself, and compare it with itself in the batch.
 
     The cotangent of the copy is zero.
@@ -89,32 +84,28 @@ def truth(
     return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
 
 
-def gradients(model: nn.Module, values: Iterable[Tensor]) -> Tensor:
+def gradients(model, values):
     """The gradient of each value by the trainable parameters, [values, parameters]."""
     own = [p for p in model.parameters() if p.requires_grad]
-    rows = [
-        torch.autograd.grad(value, own, retain_graph=True, materialize_grads=True)
-        for value in values
-    ]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    rows = []
+    for value in values:
+        grads = torch.autograd.grad(value, own, retain_graph=True, materialize_grads=True)
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
 
 
-def redundancy(
-    model: nn.Module, z: Tensor, fisher: Callable[[Tensor], Tensor] = categorical_fisher
-) -> Tensor:
+def sq_norms_in_batch(model, z, v):
+    """Squared norms [B] in float64: a backward pass for each sample of the batch's output z."""
+    return gradients(model, (z * v).flatten(1).sum(1)).double().square().sum(1)
+
+
+def redundancy(model, z, fisher=categorical_fisher):
     """Return tr(J^T F J) of one output z [outputs], by a backward pass for each of its elements."""
     jacobian = gradients(model, z)
     return torch.einsum("ip,ij,jp->", jacobian, fisher(z.detach()), jacobian)
 
 
-def assert_norms(
-    got: Mapping[str, Tensor],
-    want: Mapping[str, Tensor],
-    relative: float,
-    of_total: float,
-    samples: slice | Sequence[int] = slice(None),
-    context: str = "",
-) -> None:
+def assert_norms(got, want, relative, of_total, samples=slice(None), context=""):
     """Hold each value within ``relative`` of the truth plus ``of_total`` of its sample's total.
 
     Args:
@@ -134,9 +125,7 @@ def assert_norms(
         )
 
 
-def assert_same_function(
-    got: Tensor, want: Tensor, inputs: Sequence[Tensor], **tolerances: float
-) -> None:
+def assert_same_function(got, want, inputs, **tolerances):
     """Require the same values, and the same gradients by ``inputs`` for a random cotangent."""
     torch.testing.assert_close(got, want)
     if inputs:
@@ -146,14 +135,12 @@ def assert_same_function(
         )
 
 
-def seeded() -> torch.Generator:
+def seeded(seed=3):
     """A generator that gives the same draws in every call."""
-    return torch.Generator().manual_seed(3)
+    return torch.Generator().manual_seed(seed)
 
 
-def holds(
-    model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str | None = "rule"
-) -> Engine:
+def holds(model, x, *, rtol=1e-10, route="rule"):
     """Require every parameter's norms to be the truth; return the engine.
 
     They go by this route or, if None, by any.

@@ -1,20 +1,16 @@
 """What tests of folded forward passes share: random models and a check by passes per sample."""
 
-from __future__ import annotations
-
 import torch
-from exact import assert_norms
-from torch import Tensor, nn
+from exact import assert_norms, seeded
 
 import fastlr
 from bench import cases
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.fusion import mode as fuse
 
 
-def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomise(model, seed=0):
     """Draw parameters and running statistics at random, in float64 and eval mode."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     model = model.double().eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -26,31 +22,24 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def check(model: nn.Module, folded: int, x: Tensor | None = None, why: str = "") -> fuse.Folding:
+def check(model, folded, x=None, why=""):
     """Hold the norms to one backward pass a sample, and count the convolutions that are folded.
 
-    ``why`` is in the reason given for the others.
+    ``why`` is in the reason given for the others. Returns what the folding knows of the blocks.
     """
-    x = (
-        torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        if x is None
-        else x
-    )
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=seeded(1)) if x is None else x
     case = cases.Case(randomise(model), x)
     v = cases.cotangent_for(case)
     truth = cases.loop_norms(case, v)
     for _ in range(2):  # the second call goes by what the first has found
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
         assert_norms(got, truth, 1e-10, 1e-13)
-    folding = engine_for(model, None, 0, 0).folding
-    assert len(folding.folded) == folded, (
-        folding.folded,
-        folding.plain,
-        folding.refused,
-        folding.disabled,
-    )
-    reasons = [*folding.plain.values(), *folding.refused.values(), folding.disabled or ""]
-    assert (
-        any(why in r for r in reasons) if why else not folding.refused and not folding.disabled
-    ), reasons
-    return folding
+    blocks = engine_for(model).folding.blocks
+    assert len(blocks.folded) == folded, vars(blocks)
+    reasons = [*blocks.not_folded.values(), *blocks.refused.values(), blocks.disabled or ""]
+    if why:
+        assert any(why in r for r in reasons), reasons
+    else:
+        assert not blocks.refused, reasons
+        assert not blocks.disabled, reasons
+    return blocks

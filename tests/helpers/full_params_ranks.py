@@ -1,18 +1,18 @@
 """What the ranks of tests/distributed/test_full_params.py do; each returns what it found."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+from exact import seeded
+from ranks import error_of, timed_error
+from single_samples import Written
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import fastlr
 from fastlr.distributed import full_params, fully_sharded, on_demand, sharded
 from fastlr.distributed.shared_file import SharedFile
-from fastlr.errors import FastlrError, ModelError
+from fastlr.errors import ModelError
 from fastlr.ghost.api import engine_for
 from fastlr.integrations import Monitor
 from fastlr.integrations.averaged_weights import with_weights
@@ -31,41 +31,35 @@ from fastlr.integrations.measurement import on_main
 from fastlr.ops.torch_private import no_torch_function
 
 
-class HardToShard(nn.Module):
+def in_residual_blocks(m, input_ids):
+    x = m.embedding(input_ids)
+    for block in m.blocks:
+        x = x + block(x)
+    return m.head(m.frozen(m.memory(x)[0])) * m.scale
+
+
+def tokens_model():
     """A small language model that is hard to shard.
 
     It has a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2)
-        )
-        self.memory = nn.LSTM(6, 6, batch_first=True)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.randn(1))
-        self.blocks[0].register_forward_hook(lambda module, args, out: 1.5 * out)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = x + block(x)
-        x = self.frozen(self.memory(x)[0])
-        return self.head(x) * self.scale
-
-
-def tokens_model() -> nn.Module:
     torch.manual_seed(3)
-    return HardToShard()
+    blocks = [nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2)]
+    model = Written(
+        in_residual_blocks,
+        embedding=nn.Embedding(11, 6),
+        blocks=nn.ModuleList(blocks),
+        memory=nn.LSTM(6, 6, batch_first=True),
+        frozen=nn.Linear(6, 6).requires_grad_(False),
+        head=nn.Linear(6, 11, bias=False),
+        scale=nn.Parameter(torch.randn(1)),
+    )
+    model.head.weight = model.embedding.weight
+    model.blocks[0].register_forward_hook(lambda module, args, out: 1.5 * out)
+    return model
 
 
-def sharded_model(
-    of_root: dict[str, Any] | None = None, of_ends: dict[str, Any] | None = None, **how: Any
-) -> nn.Module:
+def sharded_model(of_root=None, of_ends=None, **how):
     """Shard `tokens_model` by ``fully_shard``, its blocks in units of their own.
 
     The rest goes with the root, or all of it but both ends.
@@ -78,26 +72,26 @@ def sharded_model(
     return fully_shard(model, **how | (of_root or {}))
 
 
-_HALF: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+_HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 DRAWN = fastlr.TokenInputs(11, 5)
 PREDICTIVE = fastlr.Categorical(dim=2)
 
 
-def batch(count: int, seed: int) -> Tensor:
-    return torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(seed))
+def batch(count, seed):
+    return torch.randint(0, 11, (count, 5), generator=seeded(seed))
 
 
-def cotangent(z: Tensor) -> Tensor:
-    return torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(z.dtype)
+def cotangent(z):
+    return torch.randn(z.shape, generator=seeded(1)).to(z.dtype)
 
 
-def norms(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def norms(model, x):
     return fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True)
 
 
-def state(model: nn.Module) -> list[Any]:
+def state(model):
     """All that a measurement must leave: objects by identity, tensors by value."""
-    found: list[Any] = []
+    found = []
     for module in model.modules():
         held = vars(module)
         found += [
@@ -116,11 +110,11 @@ def state(model: nn.Module) -> list[Any]:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 
-def whole_state(model: nn.Module) -> dict[str, Any]:
+def whole_state(model):
     """The values of the whole model as arrays."""
     return {
         name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy()
@@ -128,18 +122,18 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def equal(arrays: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+def equal(arrays, tensors):
     """Whether they are the same to the bit."""
     return list(arrays) == list(tensors) and all(
         (arrays[name] == tensors[name].numpy()).all() for name in arrays
     )
 
 
-def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def as_arrays(tensors):
     return {name: t.numpy() for name, t in tensors.items()}
 
 
-def always_on_demand() -> None:
+def always_on_demand():
     """Have parameters on demand in this process from now on, each time in new memory of their own.
 
     That is as on a GPU.
@@ -149,11 +143,11 @@ def always_on_demand() -> None:
     on_demand.RECENT, fully_sharded._fit = 0, lambda *_: False  # type: ignore[attr-defined]
 
 
-def training(rank: int, whole: bool) -> dict[str, Any]:
+def training(rank, whole):
     """Train a sharded model for two steps of two parts, with measurements amid them and without."""
     if not whole:
         always_on_demand()
-    found: dict[str, Any] = {"values": []}
+    found = {"values": []}
     trained = []
     for measured in (True, False):
         model = sharded_model(
@@ -186,7 +180,7 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         if measured:
-            found["proofs"] = engine_for(model).proofs
+            found["proofs"] = engine_for(model).known.proofs
         trained.append(whole_state(model))
     found["same training"] = all(
         (trained[0][name] == trained[1][name]).all() for name in trained[0]
@@ -194,28 +188,28 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
     return found
 
 
-class Hidden(nn.Module):
-    """Large layers, and a parameter that moves the output where autograd does not see it."""
+def large_model(hides):
+    """Large layers, and a parameter that may move the output where autograd does not see it."""
 
-    def __init__(self, hides: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-        self.scale = nn.Parameter(torch.ones(1))
-        self.hides = hides
+    def forward(m, x):
+        return torch.tanh(m.layers(x)) * (m.scale.detach() if hides else m.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers(x)) * (self.scale.detach() if self.hides else self.scale)
+    return Written(
+        forward,
+        layers=nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))),
+        scale=nn.Parameter(torch.ones(1)),
+    )
 
 
-def mapped() -> int:
+def mapped():
     """Bytes of whole parameters in the memory of this process."""
     areas = Path("/proc/self/smaps").read_text().split("/fastlr-")[1:]
     return sum(1024 * int(area.split("Rss:")[1].split()[0]) for area in areas)
 
 
-def one_by_one(rank: int) -> dict[str, Any]:
+def one_by_one(rank):
     """What parameters on demand are like, beside whole ones."""
-    found: dict[str, Any] = {"errors": []}
+    found = {"errors": []}
     on_demand.RECENT, tempfile.tempdir = 0, tempfile.mkdtemp()
     torch.manual_seed(3)
     model, x = sharded_model(), batch(3, rank)
@@ -246,7 +240,7 @@ def one_by_one(rank: int) -> dict[str, Any]:
     fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
     found["by itself"] = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).notes
 
-    large = fully_shard(Hidden(hides=False))
+    large = fully_shard(large_model(hides=False))
     inputs = torch.randn(2, 512)
     with full_params(large, whole=False):
         z = large(inputs)
@@ -259,7 +253,7 @@ def one_by_one(rank: int) -> dict[str, Any]:
     del z
     gc.collect()
     found["kept"] = str(mode())
-    hidden = fully_shard(Hidden(hides=True))
+    hidden = fully_shard(large_model(hides=True))
     found["errors"] += [error_of(lambda: fastlr.estimate(hidden, fastlr.TensorInputs(inputs), 2))]
     found["errors"] += [
         error_of(
@@ -272,22 +266,15 @@ def one_by_one(rank: int) -> dict[str, Any]:
     return found
 
 
-def full_disk(*_: Any) -> None:
+def full_disk(*_):
     raise OSError(28, "No space left on device")
 
 
-def error_of(work: Any) -> str:
-    try:
-        return f"no error: {work()}"
-    except FastlrError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def variants(rank: int) -> dict[str, Any]:
+def variants(rank):
     """Other ways to shard, other ways to measure, and how many exchanges one takes."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    found: dict[str, Any] = {}
+    found = {}
     model = sharded_model(reshard_after_forward=False)
     with CommDebugMode() as exchanges, full_params(model):
         found["frozen"] = (
@@ -314,9 +301,9 @@ def variants(rank: int) -> dict[str, Any]:
         with full_params(half):
             found["same output"] &= same_output(half, z) and z.dtype == torch.float32
         estimator = fastlr.LocalRedundancy(half, DRAWN, 4, predictive=PREDICTIVE)
-        proofs = [(estimator.measure(), engine_for(half).proofs)[1] for _ in range(2)]
+        proofs = [(estimator.measure(), engine_for(half).known.proofs)[1] for _ in range(2)]
         found["same output"] &= proofs[0] == proofs[1]
-    rows: list[tuple[int, float]] = []
+    rows = []
     monitor = Monitor(
         model,
         DRAWN,
@@ -332,7 +319,7 @@ def variants(rank: int) -> dict[str, Any]:
     return found
 
 
-def same_output(model: nn.Module, z: Tensor) -> bool:
+def same_output(model, z):
     """Whether the output for the same batch is z, also after a pass that ended midway."""
     handle = model.memory.register_forward_pre_hook(lambda module, args: 1 / 0)
     try:
@@ -343,80 +330,71 @@ def same_output(model: nn.Module, z: Tensor) -> bool:
     return all(other.dtype == z.dtype and torch.equal(other, z) for other in again)
 
 
-def refused(rank: int) -> list[str]:
+def refused(rank):
     """What cannot be measured, by its error; and ranks of which one fails, or does not come."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    found = []
-
-    def catch(measure: Any) -> None:
-        try:
-            measure()
-            found.append("no error")
-        except FastlrError as error:
-            found.append(f"{type(error).__name__}: {error}")
-
     model = sharded_model()
-    catch(lambda: fastlr.metrics.measures(model, ["weight_norm"]))
-    catch(lambda: norms(model.head, torch.randn(3, 6)))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     parallel = parallelize_module(
         nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()}
     )
-    catch(lambda: norms(parallel, torch.randn(3, 4)))
-    twice = fully_shard(parallel, mesh=mesh["data"])
-    catch(lambda: norms(twice, torch.randn(3, 4)))
 
-    def fails_on_rank_1() -> None:
+    def fails_on_rank_1():
         with full_params(model, timeout=20) as members:
             if rank == 1:
                 raise ModelError("no more")
             members.share(None)
 
-    catch(fails_on_rank_1)
-    catch(lambda: fastlr.estimate(model, DRAWN, 4 + rank, predictive=PREDICTIVE))
-
-    def comes_late() -> None:
+    def comes_late():
         if rank == 0:
             with full_params(model, timeout=1):
                 pass
 
-    catch(comes_late)
-    return found
+    x = torch.randn(3, 4)
+    return [
+        error_of(partial(fastlr.metrics.measures, model, ["weight_norm"])),
+        error_of(partial(norms, model.head, torch.randn(3, 6))),
+        error_of(partial(norms, parallel, x)),
+        error_of(lambda: norms(fully_shard(parallel, mesh=mesh["data"]), x)),
+        error_of(fails_on_rank_1),
+        error_of(partial(fastlr.estimate, model, DRAWN, 4 + rank, predictive=PREDICTIVE)),
+        error_of(comes_late),
+    ]
 
 
-def some_of_three(rank: int) -> list[Any]:
+def some_of_three(rank):
     """A model on two of three ranks, measured by these, and within `sharded` of all three."""
     group = dist.new_group([0, 2])
-    found: list[Any] = []
+    found = []
     if rank != 1:
         model = sharded_model(mesh=DeviceMesh.from_group(group, "cpu"))
         found.append(fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).value)
-    try:
+
+    def together():
         with sharded(timeout=20) as members:
             if rank != 1:
                 norms(model, batch(2, 0))
             members.share(None)
-    except FastlrError as error:
-        found.append(f"{type(error).__name__}: {error}")
-    return found
+
+    return [*found, error_of(together)]
 
 
-def killed(rank: int) -> tuple[str, float]:
+def killed(rank):
     """Rank 1 is killed before a measurement; what rank 0 raises, and after how many seconds."""
     model = sharded_model()
     norms(model, batch(2, 0))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begun = time.perf_counter()
-    try:
+
+    def late():
         with full_params(model, timeout=3):
-            return "no error", 0.0
-    except FastlrError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - begun
+            pass
+
+    return timed_error(late)
 
 
-def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def language_models(rank, name, shape):
     """Shard one of `big` block by block on a mesh of this shape, and measure it.
 
     Returned are norms, an estimate, and whether the model is as before.
@@ -439,7 +417,7 @@ def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, A
     return {"norms": found, "value": value, "on demand": on_demand_too, "as before": unchanged}
 
 
-def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
+def big(name):
     """Return a tiny transformers model, its blocks' getter, inputs, predictive, synthetic inputs.
 
     The weights are random.
@@ -447,15 +425,21 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
     import transformers as hf
 
     torch.manual_seed(7)
-    tokens, inputs = {"input_ids": batch(3, 2)}, DRAWN
-    shape: dict[str, Any] = {
-        "vocab_size": 11,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-    }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    if name in ("gpt2", "lora", "checkpointed"):
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    if name == "vit":
+        config = hf.ViTConfig(**shape, num_attention_heads=2, image_size=8, patch_size=4)
+        images = fastlr.NoiseImages((3, 8, 8))
+        model = hf.ViTForImageClassification(config).eval()
+        return model, vit_layers, torch.randn(3, 3, 8, 8), None, images
+    shape |= {"vocab_size": 11, "num_attention_heads": 4, "num_key_value_heads": 2}
+    blocks = lambda m: m.model.layers  # noqa: E731
+    if name == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape))
+    elif name == "mixtral":
+        config = hf.MixtralConfig(**shape, num_local_experts=3, num_experts_per_tok=2)
+        model = hf.MixtralForCausalLM(config)
+    else:
+        blocks = first_list
         config = hf.GPT2Config(
             vocab_size=11,
             n_positions=8,
@@ -464,7 +448,7 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
             n_head=2,
             use_cache=name != "checkpointed",
         )
-        model: Any = hf.GPT2LMHeadModel(config)
+        model = hf.GPT2LMHeadModel(config)
         if name == "lora":
             import peft
 
@@ -473,31 +457,12 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
             )
         if name == "checkpointed":
             model.transformer.h = nn.ModuleList(map(checkpoint_wrapper, model.transformer.h))
-        return model.eval(), first_list, tokens, PREDICTIVE, inputs
-    if name == "llama":
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **heads))
-        return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
-    if name == "mixtral":
-        model = hf.MixtralForCausalLM(
-            hf.MixtralConfig(**shape, **heads, num_local_experts=3, num_experts_per_tok=2)
-        )
-        return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
-    config = hf.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=8,
-        patch_size=4,
-    )
-    model = hf.ViTForImageClassification(config)
-    images = fastlr.NoiseImages((3, 8, 8))
-    return model.eval(), vit_layers, torch.randn(3, 3, 8, 8), None, images
+    return model.eval(), blocks, {"input_ids": batch(3, 2)}, PREDICTIVE, DRAWN
 
 
-def vit_layers(model: nn.Module) -> list[nn.Module]:
+def vit_layers(model):
     return [part for part in model.modules() if type(part).__name__ == "ViTLayer"]
 
 
-def first_list(model: nn.Module) -> nn.ModuleList:
+def first_list(model):
     return next(part for part in model.modules() if isinstance(part, nn.ModuleList))

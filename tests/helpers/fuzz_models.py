@@ -1,9 +1,6 @@
 """Random models [B, T, D] -> [B, ...] made of stages, and the batches that they are called with."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,20 +51,20 @@ class Inputs(NamedTuple):
     mask: Tensor
 
     @property
-    def order(self) -> Tensor:
+    def order(self):
         return self.x[:, 0, 0].argsort()
 
     @property
-    def permutation(self) -> Tensor:
+    def permutation(self):
         return F.one_hot(self.order, len(self.x)).to(self.x)
 
     @property
-    def expert(self) -> Tensor:
+    def expert(self):
         """Who serves each token [B T]."""
         return self.x[..., :EXPERTS].argmax(-1).flatten()
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens(self):
         """Which of the B T tokens are not padding."""
         return self.mask.flatten().nonzero()[:, 0]
 
@@ -75,10 +72,10 @@ class Inputs(NamedTuple):
 # -- stages: h [B, T, D] -> [B, T, D]
 # ----------------------------------------------------------------------------------
 
-STAGES: dict[str, Callable[[int, int], nn.Module]] = {}  # from (T, D)
+STAGES = {}  # from (T, D)
 
 
-def stage(name: str, how: Callable[..., Tensor], **parts: Callable[[int, int], Any]) -> None:
+def stage(name, how, **parts):
     """Register a stage under a name: ``how(m, h, inputs)`` is what it does with its modules m.
 
     ``parts`` make the modules, from T and D.
@@ -86,7 +83,7 @@ def stage(name: str, how: Callable[..., Tensor], **parts: Callable[[int, int], A
     STAGES[name] = lambda t, d: Written(how, **{key: part(t, d) for key, part in parts.items()})
 
 
-def dense(t: int, d: int) -> nn.Module:
+def dense(t, d):
     return nn.Linear(d, d)
 
 
@@ -170,11 +167,11 @@ def experts_by_function(m, h, i):
     return cases.Rows.apply(rows.tanh(), order.argsort()).view_as(h)
 
 
-def experts(t: int, d: int) -> nn.Parameter:
+def experts(t, d):
     return nn.Parameter(torch.empty(EXPERTS, d, d))
 
 
-def router(t: int, d: int) -> nn.Module:
+def router(t, d):
     return nn.Linear(d, EXPERTS)
 
 
@@ -276,7 +273,7 @@ PLAIN = list(STAGES)
 # Toggles: what is done to h [B, T, D] with a number that is 0 or 1, and where that is kept.
 
 GLOBAL = {"on": 0.0}
-TOGGLES: dict[str, Callable[..., Tensor]] = {
+TOGGLES = {
     "with grad": state.with_grad,
     "detached": state.detached,
     "gradient only": state.gradient_only,
@@ -290,7 +287,7 @@ PLACES = ("attribute", "buffer", "dict", "global")
 class Toggle(nn.Module):
     """One linear layer, and then what the toggle does."""
 
-    def __init__(self, what: str, where: str, width: int) -> None:
+    def __init__(self, what, where, width):
         super().__init__()
         self.a = nn.Linear(width, width)
         self.what = what
@@ -299,7 +296,7 @@ class Toggle(nn.Module):
         self.options = {"on": 0.0}
         self.register_buffer("flag", torch.zeros(()))
 
-    def set(self, on: bool) -> None:
+    def set(self, on):
         """Change the number, in its place alone."""
         if self.where == "buffer":
             self.flag.fill_(on)
@@ -308,7 +305,7 @@ class Toggle(nn.Module):
         else:
             (GLOBAL if self.where == "global" else self.options)["on"] = float(on)
 
-    def forward(self, h: Tensor, inputs: Inputs) -> Tensor:
+    def forward(self, h, inputs):
         on = dict(zip(PLACES, (self.on, self.flag, self.options["on"], GLOBAL["on"])))[self.where]
         return TOGGLES[self.what](self.a(h).tanh(), on)
 
@@ -324,7 +321,7 @@ for _what in TOGGLES:
 class Model(nn.Module):
     """The stages in a row between two linear layers; in eval mode, all of its tensors random."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec):
         super().__init__()
         self.first = nn.Linear(spec.width, spec.width)
         self.last = nn.Linear(spec.width, 3)
@@ -338,13 +335,13 @@ class Model(nn.Module):
                 nn.init.uniform_(buffer, 0.5, 1.5)
         self.eval()
 
-    def set(self, on: bool) -> None:
+    def set(self, on):
         """Turn all toggles on or off."""
         for toggle in self.stages:
             if isinstance(toggle, Toggle):
                 toggle.set(on)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x, mask):
         h, inputs = self.first(x), Inputs(x, mask)
         for layer, residual in zip(self.stages, self.residual):
             h = h + layer(h, inputs) if residual else layer(h, inputs)
@@ -353,7 +350,7 @@ class Model(nn.Module):
         return self.last(h.tanh())
 
 
-def inputs_of(spec: Spec, batch: Batch) -> Inputs:
+def inputs_of(spec, batch):
     """Inputs in the default dtype; regular: no padding, samples in order, one expert for all."""
     x = torch.randn(batch.count, spec.time, spec.width)
     lengths = torch.full((batch.count,), spec.time)
@@ -366,7 +363,7 @@ def inputs_of(spec: Spec, batch: Batch) -> Inputs:
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> Spec:
+def specs(draw):
     """Draw models of one to four stages with three or four batches of two sizes.
 
     The first batch is more regular than the others.

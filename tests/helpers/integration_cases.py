@@ -3,12 +3,8 @@
 It has dropout and batch norm, and is trained with momentum.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +18,7 @@ INPUTS = fastlr.ShapeImages(SHAPE)
 N = 24
 
 
-def network() -> nn.Sequential:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3),
@@ -34,34 +30,34 @@ def network() -> nn.Sequential:
     )
 
 
-def data(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def data(count=64):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, *SHAPE, generator=generator), torch.randint(
         0, 2, (count,), generator=generator
     )
 
 
-def seed_all(seed: int = 3) -> None:
+def seed_all(seed=3):
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def random_states() -> tuple:
+def random_states():
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
 def train(
-    model: nn.Module,
-    watch: Callable[[], Any] = lambda: None,
+    model,
+    watch=lambda: None,
     *,
-    steps: int = 6,
-    accumulate: int = 1,
-    autocast: bool = False,
-    seed: int = 3,
-    mid: Callable[[], Any] = lambda: None,
-    each: Callable[[], Any] = lambda: None,
-) -> list[float]:
+    steps=6,
+    accumulate=1,
+    autocast=False,
+    seed=3,
+    mid=lambda: None,
+    each=lambda: None,
+):
     """Train; call ``mid`` between backward passes, ``each`` and ``watch`` after optimizer steps.
 
     ``each`` is called before ``watch``.
@@ -89,16 +85,16 @@ def train(
 class Recorded:
     """An integration that also keeps in ``rows`` what it measured and what `estimate` says then."""
 
-    rows: tuple[tuple, ...] = ()  # (step, epoch, value, estimate)
+    rows = ()  # (step, epoch, value, estimate)
 
-    def measure(self, *args: Any) -> Any:
+    def measure(self, *args):
         wanted = self.estimate(*args)
         result = super().measure(*args)
         self.rows = (*self.rows, (self.last.step, self.last.epoch, self.last.value, wanted))
         return result
 
 
-def same_bits(a: nn.Module, b: nn.Module) -> bool:
+def same_bits(a, b):
     """Return True if two models agree in every bit of parameters and buffers."""
     left, right = a.state_dict(), b.state_dict()
     return list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)

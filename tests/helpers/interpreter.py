@@ -1,11 +1,7 @@
 """Kernels in Triton's interpreter, in a process of their own.
 
 TRITON_INTERPRET is read when Triton is imported.
-
-The interpreter computes in float32 and float64 only: its bfloat16 products are wrong.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib
@@ -13,10 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +26,7 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
 import interpreter
-from fastlr.cli.doctor import repair_interpreter
+from fastlr.ops.interpreter import repair_interpreter
 repair_interpreter()
 interpreter.hasten()
 claims = interpreter.note_claims()
@@ -42,13 +36,13 @@ given = torch.load(sys.argv[1], weights_only=False)
 """
 
 
-def interpreted(script: str, folder: Path, given: object = None) -> Any:
+def interpreted(script, folder, given=None):
     """Return the ``results`` of a script that runs kernels in the interpreter.
 
     The test is skipped where there is no Triton.
 
-    The script has ``torch``, ``fastlr``, ``ops``, what is ``given``, and the ``claims`` of
-    `note_claims`.
+    The script has ``torch``, ``fastlr``, ``ops`` and what is ``given``. It fails where a kernel
+    tells the compiler what does not hold: on a GPU that goes wrong silently (see `note_claims`).
     """
     pytest.importorskip("triton")
     files = [str(folder / "given.pt"), str(folder / "results.pt")]
@@ -57,12 +51,12 @@ def interpreted(script: str, folder: Path, given: object = None) -> Any:
         [str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")]
     )
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    program = f"{BEFORE}{script}\ntorch.save(results, sys.argv[2])"
+    program = f"{BEFORE}{script}\nassert not claims, claims\ntorch.save(results, sys.argv[2])"
     subprocess.run([sys.executable, "-c", program, *files], check=True, env=environment)
     return torch.load(files[1], weights_only=False)
 
 
-def params(cases: Iterable[Any], slow: str) -> list[Any]:
+def params(cases, slow):
     """Return the names of cases as parameters of tests, those that match ``slow`` as long ones."""
     names = {case if isinstance(case, str) else "-".join(case): case for case in cases}
     return [
@@ -71,13 +65,13 @@ def params(cases: Iterable[Any], slow: str) -> list[Any]:
     ]
 
 
-def chosen(request: pytest.FixtureRequest, cases: dict[Any, Any], slow: str) -> dict[Any, Any]:
+def chosen(request, cases, slow):
     """The cases that are not slow, or all where long tests were asked for."""
     asked = any(item.get_closest_marker("long") for item in request.session.items)
     return {p.values[0]: cases[p.values[0]] for p in params(cases, slow) if asked or not p.marks}
 
 
-def hasten() -> None:
+def hasten():
     """Have the interpreter do once what it does in every call, more than half of its time.
 
     It patches the language for every function, lists all dtypes for one, works out types of tuples
@@ -85,10 +79,10 @@ def hasten() -> None:
     """
     from triton.runtime import interpreter
 
-    patch: Any = interpreter._patch_lang
-    patched: set[frozenset[int]] = set()
+    patch = interpreter._patch_lang
+    patched = set()
 
-    def once(function: Any) -> Any:
+    def once(function):
         languages = frozenset(
             id(value)
             for value in function.__globals__.values()
@@ -105,14 +99,14 @@ def hasten() -> None:
     interpreter._get_np_dtype = lambda kind: (
         pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
     )
-    core: Any = importlib.import_module("triton.language.core")
+    core = importlib.import_module("triton.language.core")
 
-    def init(self: Any, args: Iterable[Any], type: Any = None) -> None:
+    def init(self, args, type=None):
         self.values = [*args]
         if type is not None:
             self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
 
-    def of_name(self: Any, name: str) -> Any:
+    def of_name(self, name):
         if name != "type":
             return self.values[self.type.fields.index(name)]
         self.type = core._type_for_tuple_values(self.values)
@@ -121,7 +115,7 @@ def hasten() -> None:
     core.tuple.__init__, core.tuple.__getattr__ = init, of_name
 
 
-def note_claims() -> list[str]:
+def note_claims():
     """From now on, note what a kernel tells the compiler to be a multiple of a number and is not.
 
     `multiple` rounds a size or stride down to what is claimed, ``tl.multiple_of`` does nothing here
@@ -129,7 +123,7 @@ def note_claims() -> list[str]:
     """
     from triton.runtime import interpreter
 
-    false: list[str] = []
+    false = []
 
     def note(value, divisor, number):
         if value % int(divisor):

@@ -1,14 +1,9 @@
 """Runs killed at random moments and resumed are held to an unbroken run, for every driver."""
 
-from __future__ import annotations
-
 import importlib
-import multiprocessing
 import random
 import time
 import warnings
-from pathlib import Path
-from typing import Any
 
 import torch
 from continual_cases import assert_same, checkpoint, comparable, lines
@@ -17,7 +12,7 @@ from ranks import fork_server
 from fastlr.errors import FastlrWarning
 
 
-def carry_on(module: str, path: Path, settings: dict[str, Any]) -> None:
+def carry_on(module, path, settings):
     """Begin, or go on with, a run; in a process of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FastlrWarning)
@@ -28,26 +23,24 @@ def carry_on(module: str, path: Path, settings: dict[str, Any]) -> None:
         driver.begin(path, None, settings)
 
 
-def start(module: str, path: Path, settings: dict[str, Any]) -> multiprocessing.Process:
+def start(module, path, settings):
     process = fork_server().Process(target=carry_on, args=(module, path, settings))
     process.start()
     return process
 
 
-def finish(module: str, path: Path, settings: dict[str, Any]) -> None:
+def finish(module, path, settings):
     process = start(module, path, settings)
     process.join(300)
     assert process.exitcode == 0
 
 
-def rows(path: Path) -> dict[str, bytes]:
+def rows(path):
     """The files of rows of numbers of a run."""
     return {file.name: file.read_bytes() for file in (path / "checkpoints").glob("*.f32")}
 
 
-def check_kills(
-    folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int
-) -> list[dict[str, Any]]:
+def check_kills(folder, module, settings, kills, seed):
     """Kill runs at moments spread over a whole one; compare and return the records.
 
     Checkpoints are compared, too.

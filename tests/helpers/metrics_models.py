@@ -3,15 +3,13 @@
 Activations have their units last.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from exact import seeded
+from torch import nn
 
 
 class PlainCNN(nn.Module):
@@ -19,7 +17,7 @@ class PlainCNN(nn.Module):
 
     size = (3, 9, 9)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(3, 6, 3),
@@ -33,10 +31,10 @@ class PlainCNN(nn.Module):
         for layer, unit in ((self.body[0], 1), (self.body[2], 4), (self.hidden, 2)):
             layer.bias.data[unit] = -100.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.act(self.hidden(self.body(x).flatten(1))))
 
-    def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def by_hand(self, x):
         a = self.body[0](x).clamp(min=0)
         b = self.body[2](a).clamp(min=0)
         c = self.hidden(b.reshape(len(x), -1)).clamp(min=0)
@@ -48,7 +46,7 @@ class Residual(nn.Module):
 
     size = (3, 8, 8)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(8)
@@ -61,13 +59,13 @@ class Residual(nn.Module):
             norm.running_var.uniform_(0.5, 2.0)
         self.norm1.bias.data[:3] = -100.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.relu(self.norm1(self.first(x)))
         y = F.relu(self.norm2(self.second(x)), inplace=True)
         y = self.relu(self.relu(y - 0.5) + x)
         return F.log_softmax(self.fc(F.adaptive_avg_pool2d(y, 1).flatten(1)), 1)
 
-    def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def by_hand(self, x):
         a = self.norm1(self.first(x)).clamp(min=0)
         b = self.norm2(self.second(a)).clamp(min=0)
         c = (b - 0.5).clamp(min=0)
@@ -78,7 +76,7 @@ class Residual(nn.Module):
 class NewGELU(nn.Module):
     """A formula, as in GPT-2: the tanh inside is no activation of its own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -87,7 +85,7 @@ class GPT(nn.Module):
 
     size = (5,)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
         self.place = nn.Parameter(torch.randn(1, 5, 8))
@@ -103,10 +101,10 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
         self.up.bias.data[:4] = -100.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.by_hand(x)[1])
 
-    def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def by_hand(self, x):
         h = self.embed(x) + self.place
         q, k, v = (
             t.view(*x.shape, 2, 4).transpose(1, 2) for t in self.qkv(self.norm1(h)).chunk(3, -1)
@@ -126,20 +124,20 @@ class Mixed(nn.Module):
 
     size = (2, 6, 6)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(2, 6, 3)
         self.norm = nn.LayerNorm(6)
         self.inner = nn.Linear(6, 10)
         self.line, self.head = nn.Conv1d(10, 5, 3), nn.Linear(5, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = F.hardswish(self.conv(x)).permute(0, 2, 3, 1)
         x = F.gelu(self.inner(self.norm(x))).permute(0, 3, 1, 2)
         x = F.silu(self.line(x.flatten(2)), inplace=True)
         return self.head(x.mean(2))
 
-    def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def by_hand(self, x):
         a = self.conv(x)
         a = (a * (a + 3).clamp(0, 6) / 6).movedim(1, -1)
         b = self.inner(self.norm(a))
@@ -154,16 +152,16 @@ class Encoder(nn.Module):
 
     size = (7, 8)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
         self.head = nn.Linear(8, 3)
         self.layer.linear1.bias.data[5] = -100.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.layer(x)[:, 0])
 
-    def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def by_hand(self, x):
         layer = self.layer
         h = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
         a = layer.linear1(h).clamp(min=0)
@@ -173,20 +171,20 @@ class Encoder(nn.Module):
 MODELS = [PlainCNN, Residual, GPT, Mixed, Encoder]
 
 
-def made(kind: type, dtype: torch.dtype = torch.float32) -> Any:
+def made(kind, dtype=torch.float32):
     torch.manual_seed(3)
     return kind().eval().to(dtype)
 
 
-def data(kind: type, n: int = 24, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(4)
+def data(kind, n=24, dtype=torch.float32):
+    generator = seeded(4)
     if kind is GPT:
         return torch.randint(0, 11, (n, *kind.size), generator=generator)
     return torch.randn(n, *kind.size, generator=generator).to(dtype)
 
 
 @torch.no_grad()
-def scores(model: Any, x: Tensor) -> list[Tensor]:
+def scores(model, x):
     """Sokar's score of each unit of each activation, in float64."""
     found = []
     for a in model.by_hand(x)[0]:
@@ -195,11 +193,11 @@ def scores(model: Any, x: Tensor) -> list[Tensor]:
     return found
 
 
-def share(found: list[Tensor], threshold: float) -> float:
+def share(found, threshold):
     return float((torch.cat(found) <= threshold).double().mean())
 
 
-def between(found: list[Tensor]) -> float:
+def between(found):
     """Return a threshold in the widest gap between low scores.
 
     Rounding cannot move a unit across it.
@@ -210,7 +208,7 @@ def between(found: list[Tensor]) -> float:
     return float(values[at : at + 2].mean())
 
 
-def plain_ranks(features: Tensor, delta: float = 0.01, epsilon: float = 0.01) -> dict[str, float]:
+def plain_ranks(features, delta=0.01, epsilon=0.01):
     phi = features.double().reshape(-1, features.shape[-1]).numpy()
     s = np.linalg.svd(phi, compute_uv=False)
     k = next(k for k in range(1, len(s) + 1) if s[:k].sum() >= (1 - delta) * s.sum() * (1 - 1e-13))
@@ -222,10 +220,10 @@ def plain_ranks(features: Tensor, delta: float = 0.01, epsilon: float = 0.01) ->
     }
 
 
-def labels(kind: type, n: int) -> Tensor:
+def labels(kind, n):
     shape = (n, 5) if kind is GPT else (n,)
-    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(6))
+    return torch.randint(0, 3, shape, generator=seeded(6))
 
 
-def entropy_loss(z: Tensor, y: Tensor) -> Tensor:
+def entropy_loss(z, y):
     return F.cross_entropy(z.movedim(-1, 1), y, reduction="none")

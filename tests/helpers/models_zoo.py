@@ -3,16 +3,13 @@
 Layers are in zoo_layers and zoo_odd.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import torch
 import torchvision
 import zoo_layers  # noqa: F401  (registers the small ones)
 import zoo_odd  # noqa: F401
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import DenseNet, VisionTransformer, shufflenet_v2_x0_5
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
@@ -29,7 +26,7 @@ from bench.cases import Case, patchtst
 from fastlr.models import load_model
 
 
-def images(model: nn.Module, size: int, batch: int = 3) -> Case:
+def images(model, size, batch=3):
     """A classifier on random square images."""
     return Case(model.eval(), torch.randn(batch, 3, size, size))
 
@@ -51,8 +48,8 @@ KINKED = {
 }  # seen: float32 autograd itself is off by 1e-4 to 7e-4
 
 
-def _torchvision(name: str, small: int, options: dict[str, Any]) -> None:
-    def build(size: int) -> Case:
+def _torchvision(name, small, options):
+    def build(size):
         extra = {"image_size": size} if name == "vit_b_16" else {}
         return images(getattr(torchvision.models, name)(**options, **extra), size)
 
@@ -83,17 +80,17 @@ zoo("swin_v2_thin")(
 zoo("shufflenet")(lambda: images(shufflenet_v2_x0_5(num_classes=4), 40))
 
 
-def tokens(batch: int, length: int) -> Tensor:
+def tokens(batch, length):
     """Random token ids [batch, length]."""
     return torch.randint(0, 31, (batch, length))
 
 
-def text(**more: int) -> dict[str, Tensor]:
+def text(**more):
     """Four sentences of six tokens, and others of so many."""
     return {name: tokens(4, length) for name, length in {"input_ids": 6, **more}.items()}
 
 
-def transformer(kind: str, x: dict[str, Tensor], **options: Any) -> Case:
+def transformer(kind, x, **options):
     """A model of Hugging Face by the name of its class."""
     import transformers
 
@@ -101,7 +98,7 @@ def transformer(kind: str, x: dict[str, Tensor], **options: Any) -> Case:
     return Case(cls(cls.config_class(**options)).eval(), x)
 
 
-def _patchtst(batch: int, **options: Any) -> Case:
+def _patchtst(batch, **options):
     sizes = {
         "num_input_channels": 3,
         "context_length": 48,
@@ -127,7 +124,7 @@ zoo("patchtst_paper_size", long=True)(lambda: patchtst(4))
 
 
 @zoo("patchtst_layernorm_cls_token_trained_positions")
-def _patchtst_layernorm_cls_token_trained_positions() -> Case:
+def _patchtst_layernorm_cls_token_trained_positions():
     case = _patchtst(
         4, norm_type="layernorm", use_cls_token=True, positional_encoding_type="random"
     )
@@ -135,7 +132,7 @@ def _patchtst_layernorm_cls_token_trained_positions() -> Case:
     return case
 
 
-def _gpt2(batch: int, length: int) -> Case:
+def _gpt2(batch, length):
     sizes = {
         "vocab_size": 31,
         "n_positions": 16,
@@ -153,7 +150,7 @@ zoo("gpt2_tied_length_equals_batch")(lambda: _gpt2(5, 5))
 
 
 @zoo("gpt2_masked_padding")
-def _gpt2_masked_padding() -> Case:
+def _gpt2_masked_padding():
     case = _gpt2(4, 7)
     mask = torch.ones(4, 7, dtype=torch.long)
     mask[1, 4:] = 0
@@ -205,7 +202,7 @@ zoo("mixtral_experts")(lambda: transformer("MixtralForCausalLM", text(), **MIXTR
 
 
 @zoo("peft_lora")
-def _peft_lora() -> Case:
+def _peft_lora():
     from peft import LoraConfig, get_peft_model
 
     case = _gpt2(4, 7)
@@ -219,7 +216,7 @@ def _peft_lora() -> Case:
 
 
 @zoo("peft_dora_linear")
-def _peft_dora_linear() -> Case:
+def _peft_dora_linear():
     from peft import LoraConfig, get_peft_model
 
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -228,7 +225,7 @@ def _peft_dora_linear() -> Case:
 
 
 @zoo("timm_resnetv2_standardised")
-def _timm_resnetv2_standardised() -> Case:
+def _timm_resnetv2_standardised():
     from timm.layers import StdConv2d
     from timm.models.resnetv2 import ResNetV2
 
@@ -242,7 +239,7 @@ zoo("timm_resnetv2_50", long=True)(
 
 
 @zoo("timm_convmixer")
-def _timm_convmixer() -> Case:
+def _timm_convmixer():
     from timm.models.convmixer import ConvMixer
 
     return images(ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=4, num_classes=5), 24)

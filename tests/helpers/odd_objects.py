@@ -1,22 +1,18 @@
 """Objects of foreign classes that a model may hold, and that refuse to be looked at."""
 
-from __future__ import annotations
-
-import contextvars
+import contextvars  # noqa: F401, named in _OBJECTS
 import enum
-import threading
+import threading  # noqa: F401
 import types
-import weakref
+import weakref  # noqa: F401
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import torch
 
 
-def refuse(*given: Any, **named: Any) -> Any:
+def refuse(*given, **named):
     """Stand for any method that raises; not by one of the errors that models usually raise."""
     raise OSError("this object does not like to be looked at")
 
@@ -24,14 +20,14 @@ def refuse(*given: Any, **named: Any) -> Any:
 class Target:
     """A plain object with one value."""
 
-    def __init__(self, alpha: float = 0.0) -> None:
+    def __init__(self, alpha=0.0):
         self.alpha = alpha
 
 
 # -- containers that refuse their own protocol -----------------------------------------------------
 
 
-def refusing(names: str) -> dict[str, Any]:
+def refusing(names):
     """Methods of these names that raise."""
     return dict.fromkeys(names.split(), refuse)
 
@@ -43,7 +39,7 @@ _NO_VIEWS = refusing("keys values items get copy")
 class Irreps(tuple):
     """As e3nn's: iterates, but refuses ``len()``."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         raise NotImplementedError
 
 
@@ -117,13 +113,13 @@ class PrivateSlot:
 
     __slots__ = ("__alpha", "empty")
 
-    def __init__(self, alpha: float) -> None:
+    def __init__(self, alpha):
         self.__alpha = alpha
 
-    def set(self, alpha: float) -> None:
+    def set(self, alpha):
         self.__alpha = alpha
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return refuse()
 
 
@@ -135,13 +131,13 @@ class Proxy:
 
     __slots__ = ("__find",)
 
-    def __init__(self, find: Callable[[], Any]) -> None:
+    def __init__(self, find):
         object.__setattr__(self, "_Proxy__find", find)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.__find(), name)
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return bool(self.__find())
 
     __class__ = property(lambda self: self.__find().__class__)  # type: ignore[assignment]
@@ -154,19 +150,19 @@ class RefusingMeta(type):
     __hash__ = __eq__ = __repr__ = __bool__ = refuse  # type: ignore[assignment]
     __mro__ = __dict__ = __module__ = __name__ = property(refuse)  # type: ignore[assignment]
 
-    def __getattribute__(cls, name: str) -> Any:
+    def __getattribute__(cls, name):
         return refuse()
 
 
 @cache
-def class_of_refusing_meta() -> Any:
+def class_of_refusing_meta():
     """Return a class that refuses everything.
 
     The file does not hold it: pytest looks at all there.
     """
 
     class OfRefusingMeta(metaclass=RefusingMeta):
-        def __init__(self, alpha: float = 0.0) -> None:
+        def __init__(self, alpha=0.0):
             self.alpha = alpha
 
     return OfRefusingMeta
@@ -186,110 +182,101 @@ class FalseShape(torch.Tensor):
     shape = property(refuse)  # type: ignore[assignment]
 
 
-def _unbound() -> Any:
+def _unbound():
     raise RuntimeError("Working outside of application context.")
 
 
-def _proxy_of(thing: Any) -> Proxy:
+def _proxy_of(thing):
     return Proxy(lambda: thing)
 
 
-def _dead_reference() -> Any:
-    return weakref.ref(Target())
-
-
-def _dead_proxy() -> Any:
-    return weakref.proxy(Target())
-
-
-def _dead_method() -> Any:
-    return weakref.WeakMethod(Target().__init__)
-
-
-def _cell_never_filled() -> Any:
+def _cell_never_filled():
     if not torch:
         late = 1
     return lambda: late
 
 
-def _lazy_module() -> types.ModuleType:
+def _lazy_module():
     module = types.ModuleType("lazy")
     module.__getattr__ = refuse  # type: ignore[method-assign]
     return module
 
 
-def _dict_of_odd_names() -> Any:
+def _dict_of_odd_names():
     held = Target()
     setattr(held, Name.ALPHA, 1.0)
     return held
 
 
-def _array_of_itself() -> Any:
+def _array_of_itself():
     array = np.empty(2, dtype=object)
     array[0] = array
     return array
 
 
-def _holds_itself() -> Any:
+def _holds_itself():
     held = RefusingList()
     list.append(held, held)
     return held
 
 
-# Name -> makes the object. Each must leave an estimate as it is without the object.
-ODD: dict[str, Callable[[], Any]] = {
-    "Irreps": lambda: Irreps([(1, (0, 1)), (2, (1, -1))]),
-    "tuple": lambda: RefusingTuple((1, 2)),
-    "list": lambda: RefusingList([1, torch.ones(2)]),
-    "deque": lambda: RefusingDeque([1, 2]),
-    "set": lambda: RefusingSet({1, 2}),
-    "frozenset": lambda: RefusingFrozenset({1, 2}),
-    "dict": lambda: RefusingDict(a=1),
-    "OrderedDict": lambda: RefusingOrderedDict(a=1),
-    "defaultdict": lambda: RefusingDefaultDict(int, a=1),
-    "UserDict": lambda: RefusingUserDict(a=1),
-    "int": lambda: RefusingInt(3),
-    "float": lambda: RefusingFloat(3.0),
-    "complex": lambda: RefusingComplex(3.0),
-    "str": lambda: RefusingStr("a"),
-    "bytes": lambda: RefusingBytes(b"a"),
-    "bytearray": lambda: RefusingBytearray(b"a"),
-    "array": lambda: np.ones(3).view(RefusingArray),
-    "partial": lambda: RefusingPartial(torch.add, alpha=1),
-    "__dict__": RefusingDunderDict,
-    "__getattr__": RefusingGetattr,
-    "__getattribute__": RefusingGetattribute,
-    "properties": RefusingProperty,
-    "__class__": RefusingClass,
-    "comparison": RefusingComparison,
-    "private slot": lambda: PrivateSlot(0.0),
-    "unbound proxy": lambda: Proxy(_unbound),
-    "proxy of a tensor": lambda: Proxy(lambda: torch.ones(2)),
-    "proxy of a module": lambda: _proxy_of(torch.nn.Linear(2, 2)),
-    "proxy of a dict": lambda: Proxy(dict),
-    "metaclass": lambda: class_of_refusing_meta()(),
-    "class of a metaclass": class_of_refusing_meta,
-    "dead reference": _dead_reference,
-    "dead proxy": _dead_proxy,
-    "dead method": _dead_method,
-    "empty weak set": lambda: weakref.WeakSet([Target()]),
-    "unset context variable": lambda: contextvars.ContextVar("unset"),
-    "threading.local": threading.local,
-    "cell never filled": _cell_never_filled,
-    "lazy module": _lazy_module,
-    "name of an enum": _dict_of_odd_names,
-    "array of itself": _array_of_itself,
-    "list of itself": _holds_itself,
-    "tensor subclass": lambda: torch.ones(2).as_subclass(FalseShape),
-    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "masked array": lambda: np.ma.masked_array(np.ones(3), mask=[True, False, True]),
-    "meta tensor": lambda: torch.ones(2, device="meta"),
-    "uninitialised buffer": torch.nn.UninitializedBuffer,
-}
+# Each must leave an estimate as it is without the object.
+_OBJECTS = """
+Irreps([(1, (0, 1)), (2, (1, -1))])
+RefusingTuple((1, 2))
+RefusingList([1, torch.ones(2)])
+RefusingDeque([1, 2])
+RefusingSet({1, 2})
+RefusingFrozenset({1, 2})
+RefusingDict(a=1)
+RefusingOrderedDict(a=1)
+RefusingDefaultDict(int, a=1)
+RefusingUserDict(a=1)
+RefusingInt(3)
+RefusingFloat(3.0)
+RefusingComplex(3.0)
+RefusingStr("a")
+RefusingBytes(b"a")
+RefusingBytearray(b"a")
+np.ones(3).view(RefusingArray)
+RefusingPartial(torch.add, alpha=1)
+RefusingDunderDict()
+RefusingGetattr()
+RefusingGetattribute()
+RefusingProperty()
+RefusingClass()
+RefusingComparison()
+PrivateSlot(0.0)
+Proxy(_unbound)
+Proxy(lambda: torch.ones(2))
+_proxy_of(torch.nn.Linear(2, 2))
+Proxy(dict)
+class_of_refusing_meta()()
+class_of_refusing_meta()
+weakref.ref(Target())
+weakref.proxy(Target())
+weakref.WeakMethod(Target().__init__)
+weakref.WeakSet([Target()])
+contextvars.ContextVar("unset")
+threading.local()
+_cell_never_filled()
+_lazy_module()
+_dict_of_odd_names()
+_array_of_itself()
+_holds_itself()
+torch.ones(2).as_subclass(FalseShape)
+torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+np.ma.masked_array(np.ones(3), mask=[True, False, True])
+torch.ones(2, device="meta")
+torch.nn.UninitializedBuffer()
+"""
+# torch imports its compiler for it
+_SLOW = "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)"
 
 
-def _jagged() -> Any:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+def _makers(texts):
+    """Text -> a function that makes what it says."""
+    return {text: partial(eval, text, globals()) for text in texts.strip().splitlines()}
 
 
-SLOW = {"jagged tensor": _jagged}  # torch imports its compiler for it
+ODD, SLOW = _makers(_OBJECTS), _makers(_SLOW)

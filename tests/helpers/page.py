@@ -1,10 +1,7 @@
 """Pages, read again: HTML, and what is fenced in Markdown."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 
 class Page(HTMLParser):
@@ -13,18 +10,18 @@ class Page(HTMLParser):
     It requires every tag to be closed in order.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.addresses: list[str | None] = []
-        self.pictures: list[str | None] = []
+        self.open = []
+        self.rows = []
+        self.addresses = []
+        self.pictures = []
         self.text = ""
         self.feed(text)
         self.close()
         assert not self.open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.addresses += [
             v for key, v in attrs if key in ("src", "href") and not (v or "").startswith("data:")
         ]
@@ -37,15 +34,15 @@ class Page(HTMLParser):
         elif tag in ("td", "th"):
             self.rows[-1].append("")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
 
 
-def fenced(path: Path) -> list[tuple[str, str]]:
+def fenced(path):
     """(language, text) of the fenced blocks of a page in Markdown."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)

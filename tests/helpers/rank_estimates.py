@@ -1,28 +1,27 @@
 """What the ranks of tests/distributed/test_sharded.py do; each returns what it found."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
 import warnings
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from ranks import error_of, timed_error
+from torch import nn
 
 import fastlr
 from fastlr.distributed import messaging as board
 from fastlr.distributed import sharded
-from fastlr.errors import FastlrError, ModelError
+from fastlr.errors import ModelError
 
 
 class Drawn:
     """Inputs [n, 6] that are cheap pure functions of (seed, index)."""
 
-    def batch(self, start: int, stop: int, *, seed: int, device: Any, dtype: Any) -> Tensor:
+    def batch(self, start, stop, *, seed, device, dtype):
         rows = [
             torch.randn(6, generator=torch.Generator().manual_seed(seed * 100_003 + i))
             for i in range(start, stop)
@@ -30,7 +29,7 @@ class Drawn:
         return torch.stack(rows).to(device, dtype)
 
 
-def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+def mlp(dtype=torch.float64):
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
@@ -41,11 +40,11 @@ class Failing(nn.Module):
     That is in the fourth round of three ranks with chunks of three: that of rank 1.
     """
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error):
         super().__init__()
         self.net, self.error = mlp(), error
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if (
             self.error is not None
             and (x == Drawn().batch(30, 31, seed=0, device=x.device, dtype=x.dtype)).any()
@@ -54,7 +53,7 @@ class Failing(nn.Module):
         return self.net(x)
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "even": {"n": 24, "batch_size": 4},
     "uneven": {"n": 23, "batch_size": 4},
     "fewer than ranks": {"n": 2, "batch_size": 1},
@@ -73,20 +72,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def estimates(rank: int) -> dict[str, dict[str, Any]]:
+def estimates(rank):
     """Each case shared by the ranks, and what progress was reported."""
     found = {}
     for name, options in CASES.items():
-        seen: list[tuple[int, int]] = []
+        seen = []
         model = mlp().train()
-        with sharded(timeout=60):
-            got = fastlr.estimate(
-                model,
-                Drawn(),
-                seed=3,
-                progress=lambda a, b, v, e, s=seen: s.append((a, b)),
-                **options,
-            )
+        got = shared(
+            model, Drawn(), seed=3, progress=lambda *at, seen=seen: seen.append(at), **options
+        )
         found[name] = {
             **got.to_dict(per_sample=True),
             "seen": seen,
@@ -101,21 +95,18 @@ def estimates(rank: int) -> dict[str, dict[str, Any]]:
             estimator.model[3].weight.mul_(2)
         second = estimator.measure()
     alone = estimator.measure() if rank == 0 else second
-    found["kept"] = {
-        "values": [first.value, second.value, alone.value],
-        "notes": [first.notes, alone.notes],
-    }
+    found["kept"] = [first.value, second.value, alone.value]
     return found
 
 
-def failing(rank: int, who: int, where: str) -> tuple[str, float]:
+def failing(rank, who, where):
     """One rank fails; what each rank raises, and after how many seconds."""
-    start = time.perf_counter()
     errors = {
         "model error": ModelError("the forward pass fails"),
         "other error": KeyError("absent"),
     }
-    try:
+
+    def work():
         with sharded(timeout=60):
             if where == "arguments" and rank == who:
                 raise ValueError("no arguments")
@@ -125,21 +116,18 @@ def failing(rank: int, who: int, where: str) -> tuple[str, float]:
             if where == "after" and rank == who:
                 raise ModelError("too late")
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
-    except (FastlrError, SystemExit) as caught:
-        return f"{type(caught).__name__}: {caught}", time.perf_counter() - start
-    return "no error", time.perf_counter() - start
+
+    return timed_error(work)
 
 
-def differing(rank: int) -> list[str]:
+def differing(rank):
     """Arguments, weights, buffers and inputs that are not the same on all ranks."""
-    found = []
-    other = mlp()
+    other, norm = mlp(), mlp()
     with torch.no_grad():
         other[3].bias[1] += 1e-12 * (rank == 1)
-    norm = mlp()
     norm[1].running_mean += rank
     inputs = fastlr.TensorInputs(torch.ones(20, 6) * (1 + rank))
-    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+    cases = [
         (mlp(), Drawn(), {"n": 20 + rank}),
         (mlp(), Drawn(), {"seed": rank}),
         (mlp(), Drawn(), {"predictive": fastlr.Gaussian(1.0 + rank)}),
@@ -147,52 +135,42 @@ def differing(rank: int) -> list[str]:
         (norm, Drawn(), {}),
         (mlp(), inputs, {}),
     ]
-    for model, source, options in cases:
-        try:
-            with sharded(timeout=60):
-                fastlr.estimate(model, source, **{"n": 20, "batch_size": 5, **options})
-            found.append("no error")
-        except FastlrError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+    few = {"n": 20, "batch_size": 5}
+    return [
+        error_of(partial(shared, model, source, **few | options))
+        for model, source, options in cases
+    ]
 
 
-def alone(rank: int) -> dict[str, Any]:
+def alone(rank):
     """Measure on rank 0 alone: plainly, which works, and in sharded(), which misses the others."""
-    found: dict[str, Any] = {}
-    if rank == 0:
-        found["plain"] = fastlr.estimate(mlp(), Drawn(), 10).n
-        board.PATIENCE = 0.2
-        start = time.perf_counter()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                with sharded(timeout=1.0):
-                    fastlr.estimate(mlp(), Drawn(), 10)
-            except FastlrError as error:
-                found["error"] = str(error)
-        found["seconds"] = time.perf_counter() - start
-        found["warned"] = [str(w.message) for w in caught]
-        return found
-    time.sleep(1.5)
-    return found
+    if rank != 0:
+        return time.sleep(1.5)
+    plain = fastlr.estimate(mlp(), Drawn(), 10).n
+    board.PATIENCE = 0.2
+
+    def work():
+        with sharded(timeout=1.0):
+            fastlr.estimate(mlp(), Drawn(), 10)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error, seconds = timed_error(work)
+    return plain, error, seconds, [str(w.message) for w in caught]
 
 
-def leaving(rank: int) -> tuple[str, float]:
+def leaving(rank):
     """Rank 1 enters and measures nothing."""
-    start = time.perf_counter()
-    try:
+
+    def work():
         with sharded(timeout=60):
             if rank != 1:
                 fastlr.estimate(mlp(), Drawn(), 10)
-    except FastlrError as error:
-        return str(error), time.perf_counter() - start
-    return "no error", time.perf_counter() - start
+
+    return timed_error(work)
 
 
-HALVED: dict[
-    str, dict[str, Any]
-] = {  # who runs out of memory, from which input on, and the arguments
+HALVED = {  # who runs out of memory, from which input on, and the arguments
     "first round": {"who": 1, "first": 0, "n": 40, "batch_size": 8},
     "last round, the other has none": {"who": 0, "first": 32, "n": 40, "batch_size": 8},
     "own chunk": {"who": 1, "first": 0, "n": 40},
@@ -207,22 +185,22 @@ HALVED: dict[
 }
 
 
-def halved(rank: int) -> dict[str, dict[str, Any]]:
+def halved(rank):
     """Run out of memory on one rank only, above six inputs, twice with the same estimator."""
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for name, case in HALVED.items():
         who = case["who"]
         first = case["first"]
         options = {k: v for k, v in case.items() if k not in ("who", "first")}
         marked = Drawn().batch(first, first + 1, seed=3, device="cpu", dtype=torch.float64)
-        state: dict[str, Any] = {"low": False, "sizes": []}
+        state = {"low": False, "sizes": []}
 
         class Small(nn.Module):
-            def __init__(self) -> None:
+            def __init__(self):
                 super().__init__()
                 self.net = mlp()
 
-            def forward(self, x: Tensor) -> Tensor:
+            def forward(self, x):
                 met = first == 0 or bool((x == marked).all(1).any())  # noqa: B023
                 state["low"] |= rank == who and met  # noqa: B023
                 if state["low"] and len(x) > 6:  # noqa: B023
@@ -230,7 +208,7 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
                 return self.net(x)
 
         class Asked(Drawn):
-            def batch(self, start: int, stop: int, **how: Any) -> Tensor:
+            def batch(self, start, stop, **how):
                 state["sizes"].append(stop - start)  # noqa: B023
                 return super().batch(start, stop, **how)
 
@@ -254,47 +232,40 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def killed(rank: int, timeout: float) -> tuple[str, float]:
+def killed(rank, timeout):
     """Rank 1 kills itself between two estimates."""
-    start = time.perf_counter()
-    try:
+
+    def work():
         with sharded(timeout=60) as members:
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
             members.board.timeout = timeout
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            start = time.perf_counter()
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
-    except FastlrError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - start
-    return "no error", 0.0
+
+    return timed_error(work)
 
 
-def estimates_on_gpu(rank: int) -> dict[str, list[float]]:
+def estimates_on_gpu(rank):
     """The same on GPUs, which the ranks may share, and by this rank alone."""
     device = f"cuda:{rank % torch.cuda.device_count()}"
     torch.cuda.set_device(device)
     model = mlp(torch.float32).to(device)
-    with sharded(timeout=120):
-        got = fastlr.estimate(model, Drawn(), 50, batch_size=8)
-    return {
-        "got": got.per_sample.tolist(),
-        "want": fastlr.estimate(model, Drawn(), 50, batch_size=8).per_sample.tolist(),
-    }
+    return [
+        measure(model, Drawn(), 50, batch_size=8).per_sample.tolist()
+        for measure in (shared, fastlr.estimate)
+    ]
 
 
-def nested(rank: int) -> str:
-    try:
+def nested(rank):
+    def work():
         with sharded(timeout=5), sharded(timeout=5):
             pass
-    except FastlrError as error:
-        return str(error)
-    return "no error"
+
+    return error_of(work)
 
 
-def command(
-    rank: int, size: int, port: int, arguments: list[str], folder: str
-) -> tuple[int, str, str]:
+def command(rank, size, port, arguments, folder):
     """The command line, or a script, as torchrun starts it: (exit code, stdout, stderr)."""
     import contextlib
     import io
@@ -323,7 +294,7 @@ def command(
     return code, out.getvalue(), err.getvalue()
 
 
-def in_groups(rank: int) -> tuple[float, float]:
+def in_groups(rank):
     """Two groups measure different models at the same time."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = mlp()
@@ -332,3 +303,9 @@ def in_groups(rank: int) -> tuple[float, float]:
     with sharded(groups[rank // 2], timeout=60):
         got = fastlr.estimate(model, Drawn(), 30, batch_size=4)
     return got.value, fastlr.estimate(model, Drawn(), 30, batch_size=4).value
+
+
+def shared(model, inputs, *args, **options):
+    """An estimate shared by the ranks."""
+    with sharded(timeout=60):
+        return fastlr.estimate(model, inputs, *args, **options)

@@ -1,54 +1,46 @@
 """What the ranks of tests/distributed/test_reductions.py do; each returns what it found."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from exact import seeded
+from ranks import error_of, timed_error
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from fastlr import distributed
 from fastlr.distributed import reductions
-from fastlr.errors import FastlrError
 from fastlr.ops import reference
 
 SIZES = (1, 7, 8, 9, 4097, 100_003)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
-def left_behind() -> set[str]:
+def left_behind():
     """Return the names of shared memory of processes that have ended.
 
     Others have a name for a moment only, in tests beside this one too.
     """
-    folder = Path("/dev/shm")
-    names = (
-        [p.name for p in folder.iterdir() if p.name.startswith("fastlr-")]
-        if folder.is_dir()
-        else []
-    )
+    names = {p.name for p in Path("/dev/shm").glob("fastlr-*")}
     return {name for name in names if not Path("/proc", name.split("-")[1]).exists()}
 
 
-def drawn(
-    rank: int, shape: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
-) -> Tensor:
+def drawn(rank, shape, dtype=torch.bfloat16, device="cpu"):
     """A tensor that is this rank's, of varied magnitudes."""
-    generator = torch.Generator().manual_seed(1000 + rank)
+    generator = seeded(1000 + rank)
     values = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
     return values.to(dtype).to(device)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a, b):
     """Return True if two tensors hold the same bits; NaN is NaN."""
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     where = a.isnan() & b.isnan()
@@ -57,16 +49,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def hashed(tensors: list[Tensor]) -> str:
+def hashed(tensors):
     total = hashlib.sha256()
     for t in tensors:
         total.update(t.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
-def all_checks(
-    rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | None = None
-) -> dict[str, Any]:
+def all_checks(rank, prefer, device="cpu", buffer_bytes=None):
     """Run every check that leaves the group whole.
 
     Keys of the result: the route, and for each check a list of what was wrong.
@@ -94,7 +84,7 @@ def all_checks(
     }
 
 
-def _sums(rank: int, device: str) -> tuple[list[Tensor], list[str]]:
+def _sums(rank, device):
     found, wrong = [], []
     for dtype in DTYPES:
         for n in SIZES:
@@ -108,7 +98,7 @@ def _sums(rank: int, device: str) -> tuple[list[Tensor], list[str]]:
     return found, wrong
 
 
-def _special(rank: int, device: str) -> list[str]:
+def _special(rank, device):
     """NaN, infinities, signed zeros, subnormals, sums beyond the range, and ties."""
     values = [
         float("nan"),
@@ -133,7 +123,7 @@ def _special(rank: int, device: str) -> list[str]:
     return wrong
 
 
-def _layouts(rank: int, device: str) -> list[str]:
+def _layouts(rank, device):
     """Check strides that differ between ranks, slices, parameters, no elements and no axes.
 
     Slices begin anywhere.
@@ -172,7 +162,7 @@ def _layouts(rank: int, device: str) -> list[str]:
     return wrong
 
 
-def _norms(rank: int, device: str) -> dict[str, Any]:
+def _norms(rank, device):
     shapes = [(7,), (100, 33), (0,), (5000,), (3, 3), (257, 129)]
     tensors = [drawn(rank + 10 * k, shape, DTYPES[k % 2]) for k, shape in enumerate(shapes)]
     truth = [sum(t.double() for t in _everyones(k, shape)) for k, shape in enumerate(shapes)]
@@ -203,48 +193,34 @@ def _norms(rank: int, device: str) -> dict[str, Any]:
     }
 
 
-def _everyones(k: int, shape: Any) -> list[Tensor]:
+def _everyones(k, shape):
     return [drawn(r + 10 * k, shape, DTYPES[k % 2]) for r in range(dist.get_world_size())]
 
 
-def _refused(device: str) -> dict[str, str]:
+def _refused(device):
     cases = {
         "integers": torch.ones(3, dtype=torch.int64, device=device),
         "complex": torch.ones(3, dtype=torch.complex64, device=device),
         "sparse": torch.eye(3, device=device).to_sparse(),
         "a list": [1.0],
     }
-    return {name: _error(lambda x=x: distributed.all_reduce(x)) for name, x in cases.items()}
+    return {name: error_of(lambda x=x: distributed.all_reduce(x)) for name, x in cases.items()}
 
 
-def _capture(device: str) -> str:
+def _capture(device):
     """On a GPU: what a reduction says that is captured in a CUDA graph."""
     if device == "cpu":
         return ""
     x = torch.ones(100, device=device)
 
-    def capture() -> None:
+    def capture():
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             distributed.all_reduce(x)
 
-    return _error(capture)
+    return error_of(capture)
 
 
-def _error(function: Any) -> str:
-    try:
-        function()
-    except (FastlrError, KeyboardInterrupt) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _timed_error(function: Any) -> tuple[str, float]:
-    """The error, and after how many seconds it was raised."""
-    start = time.perf_counter()
-    return _error(function), time.perf_counter() - start
-
-
-def _errors(rank: int, device: str) -> dict[str, float]:
+def _errors(rank, device):
     """Root mean square errors of bfloat16 sums against float64, by three ways."""
     n, ranks = 20_000, dist.get_world_size()
     parts = [drawn(100 + r, n) for r in range(ranks)]
@@ -262,21 +238,21 @@ def _errors(rank: int, device: str) -> dict[str, float]:
     }
 
 
-def three_layers() -> nn.Sequential:
+def three_layers():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
     )
 
 
-def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
+def _ddp_step(rank, device, how):
     """Take an SGD step on this rank's part; return how far it is from one process on the batch.
 
     The distance is that of the parameters.
     """
     ranks, each = dist.get_world_size(), 6
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     x = torch.randn(each * ranks, 12, generator=generator).to(device, dtype)
     y = torch.randn(each * ranks, 3, generator=generator).to(device, dtype)
     alone, local = three_layers().to(device, dtype), three_layers().to(device, dtype)
@@ -304,15 +280,15 @@ def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
     return {"not the mean": wrong, "gap": norm[0] / norm[1]}
 
 
-def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[str, float]:
+def one_is_killed(rank, when, prefer, timeout):
     """Rank 1 kills itself; the others say what they met, and after how many seconds."""
-    if when == "before connecting" and rank == 1:
+    first = when == "before connecting"
+    if first and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.perf_counter()
-    try:
-        route = distributed.connect(
-            "cpu", timeout=timeout if when == "before connecting" else 60, prefer=prefer
-        )
+    begun = [time.perf_counter()]
+
+    def work():
+        route = distributed.connect("cpu", timeout=timeout if first else 60, prefer=prefer)
         route.set_timeout(timeout)
         x = drawn(rank, 100_000)
         model = None
@@ -322,27 +298,26 @@ def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[st
         for k in range(20):
             if rank == 1 and k == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
-            start = time.perf_counter()
+            begun[:] = [time.perf_counter()]
             if model is None:
                 distributed.all_reduce(x)
             else:
                 model(torch.ones(2, 12)).sum().backward()
-    except FastlrError as error:
-        return f"{type(error).__name__}: {error}", time.perf_counter() - start
-    return "no error", 0.0
+
+    return error_of(work), time.perf_counter() - begun[0]
 
 
-def one_is_stopped(rank: int, timeout: float) -> tuple[list[str], float, bool]:
+def one_is_stopped(rank, timeout):
     """Stop rank 1 for a while: the others end at their limit and never use the group again."""
     distributed.connect("cpu", timeout=60).set_timeout(timeout)
     if rank == 1:
         time.sleep(3 * timeout)
     x = drawn(rank, 100_000, torch.float32)
-    text, seconds = _timed_error(lambda: distributed.all_reduce(x))
-    return [text, _error(lambda: distributed.all_reduce(x))], seconds, bool(x.isnan().any())
+    text, seconds = timed_error(lambda: distributed.all_reduce(x))
+    return [text, error_of(lambda: distributed.all_reduce(x))], seconds, bool(x.isnan().any())
 
 
-def different_calls(rank: int) -> list[str]:
+def different_calls(rank):
     """Ranks that call something else, with whole groups for each."""
     found = []
     for which in range(3):
@@ -352,11 +327,11 @@ def different_calls(rank: int) -> list[str]:
         x = torch.ones(n, dtype=torch.float32 if which == 1 and rank == 0 else torch.bfloat16)
         norm = which == 2 and rank == 0
         call = distributed.reduce_sq_norm if norm else distributed.all_reduce
-        found.append(_error(lambda call=call, x=x, group=group: call(x, group)))
+        found.append(error_of(lambda call=call, x=x, group=group: call(x, group)))
     return found
 
 
-def interrupted(rank: int) -> tuple[str, float]:
+def interrupted(rank):
     """Rank 0 waits for the others, who come too late, and is interrupted."""
     distributed.connect("cpu", timeout=60)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
@@ -364,31 +339,31 @@ def interrupted(rank: int) -> tuple[str, float]:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
         time.sleep(3.0)
-    return _timed_error(lambda: [distributed.all_reduce(torch.ones(5)) for _ in range(2)])
+    return timed_error(lambda: [distributed.all_reduce(torch.ones(5)) for _ in range(2)])
 
 
-def options_that_differ(rank: int) -> list[str]:
+def options_that_differ(rank):
     """Options of connect() that are wrong, or not the same on all ranks."""
+    prefer = "extension" if rank else "torch.distributed"
+    wrong = [
+        {"timeout": 0},
+        {"prefer": "nccl"},
+        {"buffer_bytes": 100},
+        {"device": "meta"},
+        {"prefer": prefer, "timeout": 60},
+        {"group": dist.GroupMember.NON_GROUP_MEMBER},
+    ]
     return [
-        _error(lambda: distributed.connect("cpu", timeout=0)),
-        _error(lambda: distributed.connect("cpu", prefer="nccl")),
-        _error(lambda: distributed.connect("cpu", buffer_bytes=100)),
-        _error(lambda: distributed.connect("meta")),
-        _error(
-            lambda: distributed.connect(
-                "cpu", prefer="extension" if rank else "torch.distributed", timeout=60
-            )
-        ),
-        _error(lambda: distributed.connect("cpu", group=dist.GroupMember.NON_GROUP_MEMBER)),
+        error_of(partial(distributed.connect, **{"device": "cpu"} | options)) for options in wrong
     ]
 
 
-def without_the_extension(rank: int, who: int) -> tuple[tuple[str, str], bool]:
+def without_the_extension(rank, who):
     """One rank has no fastlr._C: all of them go through torch.distributed."""
     if rank == who:
         from fastlr.distributed import connection
 
-        def absent() -> Any:
+        def absent():
             raise ModuleNotFoundError("No module named 'fastlr._C'")
 
         connection.load_extension = absent
@@ -397,10 +372,10 @@ def without_the_extension(rank: int, who: int) -> tuple[tuple[str, str], bool]:
     return (route.name, route.why), same_bits(x, reference.all_reduce(drawn(rank, 1000)))
 
 
-def subgroups(rank: int) -> tuple[float, str]:
+def subgroups(rank):
     """Two groups at once; the default group is left alone."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[rank % 2]
     x = torch.full((1000,), float(rank))
     distributed.all_reduce(x, mine)
-    return x[500].item(), _error(lambda: distributed.all_reduce(x, groups[1 - rank % 2]))
+    return x[500].item(), error_of(lambda: distributed.all_reduce(x, groups[1 - rank % 2]))

@@ -1,16 +1,15 @@
 """What the ranks of test_parallel_runs.py (tests/experiments/training) do: runs done together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings
-from typing import Any
 
 import torch
 from continual_cases import net
+from ranks import error_of
 from recorders import Tape
-from torch import Tensor, nn
+from single_samples import Written
+from torch import nn
 
 from fastlr.distributed import all_reduce, sharded
 from fastlr.errors import FastlrError, FastlrWarning
@@ -21,7 +20,7 @@ from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import TrainingSteps
 
 
-def without_dropout(num_classes: int = 2) -> nn.Module:
+def without_dropout(num_classes=2):
     """As `continual_cases.net` without dropout: every rank count gives the same but for rounding.
 
     And without the bias before batch norm, whose gradient is nothing but rounding, which Adam makes
@@ -31,66 +30,52 @@ def without_dropout(num_classes: int = 2) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), *layers[1:])
 
 
-def without_norm(num_classes: int = 2) -> nn.Module:
+def without_norm(num_classes=2):
     """Nothing of a batch but the sum of its gradients."""
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes))
 
 
-class Strange(nn.Module):
+def counting(m, x):
+    if m.training:
+        m.seen += 1
+    return m.net(x)
+
+
+def strange(num_classes=2):
     """A model with a buffer, not batch norm's, that training passes change alike on every rank."""
-
-    def __init__(self, num_classes: int = 2) -> None:
-        super().__init__()
-        self.net = without_norm(num_classes)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += 1
-        return self.net(x)
+    return Written(counting, net=without_norm(num_classes), seen=nn.Buffer(torch.zeros(())))
 
 
-class Sometimes(nn.Module):
+def sometimes_reached():
     """A layer that takes part only where the first number is positive."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(3, 2)
-        self.sometimes = nn.Linear(3, 2)
-        self.never = nn.Linear(3, 2)
+    def forward(m, x):
+        return m.always(x) + (m.sometimes(x) if x[0, 0] > 0 else 0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
+    layers = {name: nn.Linear(3, 2) for name in ("always", "sometimes", "never")}
+    return Written(forward, **layers)
 
 
-class NoNoise(nn.Module):
+def no_noise(num_classes=2):
     """Gives no number for images of noise, which have values that others have not."""
-
-    def __init__(self, num_classes: int = 2) -> None:
-        super().__init__()
-        self.net = without_norm(num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) + torch.where(x.abs().amax((1, 2, 3)) > 3.5, torch.nan, 0.0)[:, None]
+    return Written(
+        lambda m, x: m.net(x) + torch.where(x.abs().amax((1, 2, 3)) > 3.5, torch.nan, 0.0)[:, None],
+        net=without_norm(num_classes),
+    )
 
 
-class Twice(nn.Module):
-    """A batch norm that is used twice in a pass."""
+def network(kind):
+    """A network of five inputs for `steps`; "usual" has a norm that no pass uses.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.norm(self.first(x)).tanh() * 2))
-
-
-def network(kind: str) -> nn.Module:
-    """A network of five inputs for `steps`; "usual" has a norm that no pass uses."""
+    "twice": a batch norm is used twice in a pass.
+    """
     if kind == "twice":
-        return Twice()
+        return Written(
+            lambda m, x: m.last(m.norm(m.norm(m.first(x)).tanh() * 2)),
+            first=nn.Linear(5, 4),
+            norm=nn.BatchNorm1d(4),
+            last=nn.Linear(4, 1),
+        )
     if kind == "instance":
         layers = [
             nn.Linear(5, 8),
@@ -111,7 +96,7 @@ def network(kind: str) -> nn.Module:
     return model
 
 
-def averaging(num_classes: int = 2) -> nn.Module:
+def averaging(num_classes=2):
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(144, num_classes))
 
@@ -119,59 +104,48 @@ def averaging(num_classes: int = 2) -> nn.Module:
 class Squares(TrainingLoop):
     """Brings the squares of a network's outputs down by SGD."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch_size: int,
-        norm_batch: int,
-        momentum: float = 0.0,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model, batch_size, norm_batch, momentum=0.0, **settings):
         options = TrainingOptions(
             dtype="fp32", batch_size=batch_size, norm_batch=norm_batch, **settings
         )
         super().__init__(model, torch.device("cpu"), options)
         self.optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
-    def loss(self, *part: Tensor) -> Tensor:
+    def loss(self, *part):
         return self.model(*part).square().sum()
 
 
-def run(
-    rank: int, module: str, path: str, settings: dict[str, Any], changed: dict[str, Any]
-) -> str:
+def run(rank, module, path, settings, changed):
     """Begin a run together, or go on with it; the error, if there was one."""
     driver = find_driver(module)
+
+    def work():
+        with sharded(timeout=60):
+            if os.path.exists(f"{path}/config.json"):
+                driver.resume(path, changed)
+            else:
+                driver.begin(path, None, settings)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FastlrWarning)
-        try:
-            with sharded(timeout=60):
-                if os.path.exists(f"{path}/config.json"):
-                    driver.resume(path, changed)
-                else:
-                    driver.begin(path, None, settings)
-        except FastlrError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+        return error_of(work)
 
 
-def killed(rank: int, module: str, path: str, settings: dict[str, Any], records: int) -> str:
+def killed(rank, module, path, settings, records):
     """As `run`; rank 1 kills itself once there are so many records."""
 
-    def report(at: Any) -> None:
+    def report(at):
         if rank == 1 and at.record is not None and at.done >= records:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    driver = find_driver(module)
-    try:
+    def work():
         with sharded(timeout=5):
-            driver.begin(path, None, settings, report)
-    except FastlrError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+            find_driver(module).begin(path, None, settings, report)
+
+    return error_of(work)
 
 
-def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> dict[str, Any]:
+def steps(rank, kind, captured, updates="every-part"):
     """Take steps on batches of several sizes, captured or not.
 
     Returned are the parameters, statistics and losses afterwards.
@@ -193,7 +167,7 @@ def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> 
     return {"state": state, "losses": losses, "captures": loop.steps.captures}
 
 
-def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
+def reduced(rank, reduce_dtype):
     """Take a float32 step; return own gradients, those of the optimiser, and what was sent."""
     torch.manual_seed(3)
     model, sent = network("usual").train(), []
@@ -202,11 +176,11 @@ def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
         loop = Squares(model, 12, 3, reduce_dtype=reduce_dtype)
         own = {}
 
-        def noted(t: Tensor, group: Any) -> Tensor:
+        def noted(t, group):
             sent.append((str(t.dtype), t.numel()))
             return all_reduce(t, group)
 
-        def work(size: int, *batch: Tensor) -> Any:
+        def work(size, *batch):
             loss, reached = loop.work(size, *batch)
             own.update(
                 {name: loop.parallel._gradients[p].clone() for name, p in model.named_parameters()}
@@ -222,16 +196,16 @@ def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
     return {**lists, "sent": sent}
 
 
-def sometimes(rank: int) -> list[Any]:
+def sometimes(rank):
     """Return what becomes of a layer that one rank's samples reach in the first step, or later."""
-    results: list[Any] = []
+    results = []
     for signs in (
         ([1.0, -1.0], [-1.0, 1.0]),
         ([-1.0, -1.0], [1.0, -1.0]),
         ([1.0, 1.0], [-1.0, -1.0]),
     ):
         torch.manual_seed(0)
-        model = Sometimes()
+        model = sometimes_reached()
         try:
             with sharded(timeout=60):
                 loop = Squares(model, 2, 1)

@@ -6,27 +6,25 @@ Processes come from a fork server that has imported torch once, so a world start
 second. The store is held by the process that asks for them, so that any rank may be killed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.context
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fastlr.errors import FastlrError
 
 LIMIT = 120.0
 TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
 
 
-def fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server():
     """Return a context of processes from a server that has imported what a run imports.
 
     torch._dynamo, which takes a second, is imported for torch's optimisers.
@@ -42,13 +40,7 @@ class Ended(Exception):
     """A process ended without a result."""
 
 
-def run_ranks(
-    size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    limit: float = LIMIT,
-    backend: str | None = "gloo",
-) -> list[Any]:
+def run_ranks(size, function, *args, limit=LIMIT, backend="gloo"):
     """Return ``function(rank, *args)`` of every rank, or in its place what it raised, or `Ended`.
 
     Args:
@@ -70,7 +62,7 @@ def run_ranks(
         there.close()
         pipes.append(here)
         processes.append(process)
-    results: list[Any] = [None] * size
+    results = [None] * size
     waiting = dict(zip(pipes, range(size)))
     deadline = time.monotonic() + limit
     try:
@@ -100,7 +92,22 @@ def run_ranks(
     return results
 
 
-def good(results: list[Any]) -> list[Any]:
+def error_of(work):
+    """Return the error that work raises and its kind, or "no error"."""
+    try:
+        work()
+    except (FastlrError, KeyboardInterrupt, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def timed_error(work):
+    """Return what `error_of` does, and after how many seconds."""
+    start = time.perf_counter()
+    return error_of(work), time.perf_counter() - start
+
+
+def good(results):
     """The results, or the first exception among them raised."""
     for result in results:
         if isinstance(result, BaseException):
@@ -108,15 +115,7 @@ def good(results: list[Any]) -> list[Any]:
     return results
 
 
-def _rank(
-    rank: int,
-    size: int,
-    port: int,
-    backend: str | None,
-    pipe: Any,
-    function: Callable[..., Any],
-    args: Any,
-) -> None:
+def _rank(rank, size, port, backend, pipe, function, args):
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -136,7 +135,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _all_have_joined(store: Any, size: int) -> None:
+def _all_have_joined(store, size):
     """Wait until the group stands on every rank.
 
     One that ended now would break the others' connecting, not their work.

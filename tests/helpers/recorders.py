@@ -1,23 +1,15 @@
 """What stands in for a CUDA graph where there is no GPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
+from expected import needs_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
 class Again:
@@ -28,15 +20,15 @@ class Again:
 
     captures = 0
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, device, pool=None):
         self.replays = 0
 
-    def capture(self, function: Callable[[], Any]) -> Any:
+    def capture(self, function):
         Again.captures += 1
         self.function, self.result = function, function()
         return self.result
 
-    def replay(self) -> None:
+    def replay(self):
         self.replays += 1
         for mine, new in zip(
             tree_flatten(self.result)[0], tree_flatten(self.function())[0], strict=True
@@ -52,10 +44,10 @@ class Tape:
     would on a GPU.
     """
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
-        self.operations: list[tuple] = []
+    def __init__(self, device, pool=None):
+        self.operations = []
 
-    def capture(self, function: Callable[[], Any]) -> Any:
+    def capture(self, function):
         function()  # what happens the first time only is not kept
         tape = self.operations
 
@@ -69,7 +61,7 @@ class Tape:
             return function()
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def replay(self):
         for operation, args, kwargs, result in self.operations:
             new = tree_flatten(operation(*args, **kwargs))[0]
             for mine, other in zip(tree_flatten(result)[0], new, strict=True):
@@ -91,10 +83,10 @@ class Waits(TorchDispatchMode):
 
     MAKE_WAIT = ("_local_scalar_dense", "equal", "nonzero", "lift_fresh")
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events):
         super().__init__()
         self.events, self.quiet = events, False
-        self.host: dict[int, Any] = {}  # storages, kept so that no other takes their place
+        self.host = {}  # storages, kept so that no other takes their place
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
@@ -105,32 +97,32 @@ class Waits(TorchDispatchMode):
             self.events.append(operation.overloadpacket.__name__)
         return result
 
-    def on_host(self, t: Tensor) -> bool:
+    def on_host(self, t):
         return t.untyped_storage()._cdata in self.host
 
-    def keep(self, result: Any) -> None:
+    def keep(self, result):
         storages = [t.untyped_storage() for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         self.host |= {storage._cdata: storage for storage in storages}
 
-    def read(self, name: str, t: Tensor) -> None:
+    def read(self, name, t):
         if not (self.quiet or self.on_host(t)):
             self.events.append(name)
 
     @contextmanager
-    def noting(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def noting(self, monkeypatch):
         """Note what happens inside, `Tensor.cpu` and `Tensor.tolist` too.
 
         These do not show in a dispatch mode on the CPU.
         """
         tolist = Tensor.tolist
 
-        def cpu(t: Tensor) -> Tensor:
+        def cpu(t):
             self.read("copied", t)
             copy = t.clone()
             self.keep(copy)
             return copy
 
-        def listed(t: Tensor) -> Any:
+        def listed(t):
             self.read("tolist", t)
             return tolist(t)
 

@@ -4,8 +4,6 @@ Blocks that begin with ``# in FILE`` are added to that file, those with ``# in F
 the table there; the others are examples.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -16,7 +14,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"# in (?:fastlr/)?(\S+\.py)(, in _OPS)?.*\n")
 
 
-def copy_package(folder: Path) -> Path:
+def copy_package(folder):
     """Copy the package, with the kernels in it as they are installed."""
     home = folder / "fastlr"
     leave = shutil.ignore_patterns("__pycache__", "kernels")
@@ -25,21 +23,21 @@ def copy_package(folder: Path) -> Path:
     return home
 
 
-def add(path: Path, text: str) -> None:
+def add(path, text):
     """Add text to the end of a file, which may be new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(f"\n\n{text}")
 
 
-def enter_op(path: Path, line: str) -> None:
+def enter_op(path, line):
     """Put a line first into the table of ops."""
     text = path.read_text()
     start = re.search(r"^_OPS\b.*\{\n", text, re.MULTILINE)
     path.write_text(text[: start.end()] + line + text[start.end() :])
 
 
-def follow(page: Path, home: Path) -> list[str]:
+def follow(page, home):
     """Change the package as the page says; return its examples."""
     examples = []
     for text in PYTHON.findall(page.read_text()):
@@ -54,13 +52,13 @@ def follow(page: Path, home: Path) -> list[str]:
     return examples
 
 
-def main(page: Path, folder: Path) -> None:
+def main(page, folder):
     home = copy_package(folder)
     examples = follow(page, home)
     sys.path.insert(0, str(folder))
 
     import fastlr
-    from fastlr.cli.doctor import repair_interpreter
+    from fastlr.ops.interpreter import repair_interpreter
 
     assert Path(fastlr.__file__).parent == home
     repair_interpreter()  # before any kernel

@@ -1,12 +1,7 @@
 """Modules written as functions, and squared gradient norms by one backward pass per sample."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Written(nn.Module):
@@ -15,20 +10,18 @@ class Written(nn.Module):
     An example: ``Written(lambda m, x: m.a(x), a=nn.Linear(2, 3))``.
     """
 
-    def __init__(self, function: Callable[..., Any] | None, **parts: Any) -> None:
+    def __init__(self, function, **parts):
         super().__init__()
         self.function = function
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs, **named):
         assert self.function is not None
         return self.function(self, *inputs, **named)
 
 
-def truth(
-    model: nn.Module, inputs: Sequence[Any], v: Tensor, shared: Collection[int] = ()
-) -> Tensor:
+def truth(model, inputs, v, shared=()):
     """Return squared norms [B], each by a pass over the sample alone.
 
     ``shared``: which of the inputs have no samples.

@@ -1,12 +1,8 @@
 """Work done by several threads at once, and small models for it."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,17 +11,17 @@ from torch import nn
 class Recurrent(nn.Module):
     """A recurrent layer and a linear one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.LSTM(4, 5, batch_first=True)
         self.head = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         """Logits of the last step."""
         return self.head(self.layer(x)[0][:, -1])
 
 
-def small_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+def small_models():
     """Name -> model in train mode, shape of a sample."""
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -51,16 +47,16 @@ def small_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     }
 
 
-def together(*work: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
+def together(*work, timeout=120.0):
     """Return the results of functions that threads call at once, in their order.
 
     The first error of them is raised.
     """
-    results: list[Any] = [None] * len(work)
-    errors: list[BaseException] = []
+    results = [None] * len(work)
+    errors = []
     start = threading.Barrier(len(work))
 
-    def run(place: int) -> None:
+    def run(place):
         try:
             start.wait()
             results[place] = work[place]()
@@ -82,7 +78,7 @@ def together(*work: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
 
 
 @contextmanager
-def switching_often() -> Iterator[None]:
+def switching_often():
     """Let Python switch between threads fifty times as often as it does."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -93,13 +89,13 @@ def switching_often() -> Iterator[None]:
 
 
 @contextmanager
-def meanwhile(work: Callable[[], Any]) -> Iterator[list[BaseException]]:
+def meanwhile(work):
     """Let another thread do work again and again within this context; yields its errors."""
     stop = threading.Event()
     begun = threading.Event()
     errors = list[BaseException]()
 
-    def run() -> None:
+    def run():
         while not stop.is_set():
             try:
                 work()

@@ -1,7 +1,5 @@
 """What the tests of the transfer driver share: a run of seconds on generated series."""
 
-from __future__ import annotations
-
 TINY = {
     "model_kwargs": {"patch": 8, "stride": 8, "layers": 1, "width": 8, "heads": 2, "ffn": 12},
     "source": "generated:1",

@@ -1,17 +1,15 @@
 """Models whose next batch, or whose next state, is not like the first."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Function
 
 # -- cases: calls on one model
@@ -31,18 +29,16 @@ class Call(NamedTuple):
 
 
 Calls = Callable[[], Iterator[Call]]
-CASES: dict[str, Calls] = {}  # each a generator, which changes the model's state between two calls
+CASES = {}  # each a generator, which changes the model's state between two calls
 
 
-def case(
-    *parameters: Any,
-) -> Callable[[Callable[..., Iterator[Call]]], Callable[..., Iterator[Call]]]:
+def case(*parameters):
     """Register a generator of calls, once for each parameter if there are any.
 
     Parameters are names, or values with a name.
     """
 
-    def enter(function: Callable[..., Iterator[Call]]) -> Callable[..., Iterator[Call]]:
+    def enter(function):
         for parameter in parameters:
             label = getattr(parameter, "__name__", str(parameter))
             CASES[f"{function.__name__}-{label}"] = partial(function, parameter)
@@ -56,9 +52,7 @@ def case(
 class Net(Written):
     """Three linear layers and other parts, in eval mode, used as ``how(self, *inputs)`` says."""
 
-    def __init__(
-        self, how: Callable[..., Tensor] | None, width: int = 5, hidden: int = 6, **parts: Any
-    ) -> None:
+    def __init__(self, how, width=5, hidden=6, **parts):
         layers = {
             "a": nn.Linear(width, hidden),
             "b": nn.Linear(hidden, hidden),
@@ -99,7 +93,7 @@ class SegmentSum(Function):
         return g[ctx.saved_tensors[0]], None, None
 
 
-def unpadded(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def unpadded(net, x, mask):
     """Flash attention's way: padding taken away, layers on [tokens, width], padding put back."""
     at = mask.flatten().nonzero()[:, 0]
     rows = Rows.apply(net.a(x).tanh().flatten(0, 1), at)
@@ -108,42 +102,42 @@ def unpadded(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def segments(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def segments(net, x, mask):
     return net.c(
         SegmentSum.apply(net.b(net.a(x[mask]).tanh()).tanh(), mask.nonzero()[:, 0], len(x))
     )
 
 
-def by_index(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def by_index(net, x, mask):
     rows = net.b(net.a(x[mask]).tanh()).tanh()
     return net.c(rows.new_zeros(len(x), 6).index_add(0, mask.nonzero()[:, 0], rows))
 
 
-def owners(mask: Tensor) -> Tensor:
+def owners(mask):
     """The sample of each row, as [samples, rows]."""
     return F.one_hot(mask.nonzero()[:, 0], len(mask)).T
 
 
-def by_product(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def by_product(net, x, mask):
     return net.c(owners(mask).to(x) @ net.b(net.a(x[mask]).tanh()).tanh())
 
 
-def by_product_transposed(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def by_product_transposed(net, x, mask):
     return net.c((net.b(net.a(x[mask]).tanh()).tanh().T @ owners(mask).T.to(x)).T)
 
 
-def by_sparse_product(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def by_sparse_product(net, x, mask):
     return net.c(
         torch.sparse.mm(owners(mask).to(x).to_sparse(), net.b(net.a(x[mask]).tanh()).tanh())
     )
 
 
-def by_segment(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def by_segment(net, x, mask):
     rows = net.b(net.a(x[mask]).tanh()).tanh()
     return net.c(torch.segment_reduce(rows, "sum", lengths=mask.sum(1), axis=0))
 
 
-def tokens(lengths: list[int], size: int = 6, width: int = 5) -> tuple[Tensor, Tensor]:
+def tokens(lengths, size=6, width=5):
     return torch.randn(len(lengths), size, width), torch.arange(size)[None] < torch.tensor(lengths)[
         :, None
     ]
@@ -159,30 +153,30 @@ def ragged(how):
             yield Call(model, tokens(lengths))
 
 
-def sorted_by_function(net: Net, x: Tensor) -> Tensor:
+def sorted_by_function(net, x):
     order = x[:, 0].argsort()
     h = net.b(Rows.apply(net.a(x).tanh(), order)).tanh()
     return net.c(Rows.apply(h, order.argsort()))
 
 
-def permutation(x: Tensor) -> Tensor:
+def permutation(x):
     return F.one_hot(x[:, 0].argsort(), len(x)).to(x)
 
 
-def by_mul_and_sum(net: Net, x: Tensor) -> Tensor:
+def by_mul_and_sum(net, x):
     """The [B, B] mask of a permutation, and its transpose afterwards."""
     mask = permutation(x)
     h = net.b((mask[:, :, None] * net.a(x).tanh()[None]).sum(1)).tanh()
     return net.c((mask.T[:, :, None] * h[None]).sum(1))
 
 
-def by_where_and_sum(net: Net, x: Tensor) -> Tensor:
+def by_where_and_sum(net, x):
     mask = permutation(x)[:, :, None] > 0
     h = net.b(torch.where(mask, net.a(x).tanh()[None], 0.0).sum(1)).tanh()
     return net.c(torch.where(mask.transpose(0, 1), h[None], 0.0).sum(1))
 
 
-def by_masked_fill(net: Net, x: Tensor) -> Tensor:
+def by_masked_fill(net, x):
     """Attention over the samples of a batch, in which each sees one only."""
     mask = permutation(x)
     h = net.a(x).tanh()
@@ -190,12 +184,12 @@ def by_masked_fill(net: Net, x: Tensor) -> Tensor:
     return net.c(mask.T @ net.b(weights @ h).tanh())
 
 
-def by_matmul(net: Net, x: Tensor) -> Tensor:
+def by_matmul(net, x):
     mask = permutation(x)
     return net.c(mask.T @ net.b(mask @ net.a(x).tanh()).tanh())
 
 
-def looked_up(net: Net, x: Tensor) -> Tensor:
+def looked_up(net, x):
     order = x[:, 0].argsort()
     return net.c(F.embedding(order.argsort(), net.b(net.a(x[order]).tanh()).tanh()))
 
@@ -231,7 +225,7 @@ def bmm_of_as_many_heads_as_samples():
 class Switch(nn.Module):
     """A top-1 mixture of experts by einsum: slots [experts, capacity], differentiable weights."""
 
-    def __init__(self, experts: int, capacity: Callable[[int], int]) -> None:
+    def __init__(self, experts, capacity):
         super().__init__()
         self.router, self.head = nn.Linear(5, experts), nn.Linear(6, 4)
         self.w1 = nn.Parameter(torch.randn(experts, 5, 7))
@@ -239,7 +233,7 @@ class Switch(nn.Module):
         self.capacity, self.experts = capacity, experts
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         chosen = x[:, : self.experts].argmax(-1)  # so that a test says who goes where
         onehot = F.one_hot(chosen, self.experts).to(x)
         position = (onehot.cumsum(0) * onehot).sum(-1).long() - 1
@@ -252,7 +246,7 @@ class Switch(nn.Module):
         return self.head(torch.einsum("bec,ecd->bd", dispatch * weights[:, :, None], slots))
 
 
-def routed(to: list[int]) -> Tensor:
+def routed(to):
     x = torch.rand(len(to), 5)
     x[torch.arange(len(to)), to] += 2
     return x
@@ -332,7 +326,7 @@ def capacity_that_overflows_later():
     yield Call(model, (routed([3, 1, 2, 0] * 4),))
 
 
-def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+def pack(x, lengths, rows, size):
     """Pack samples greedily, first fit: tokens [rows, size, width] and their samples, or -1."""
     packed = x.new_zeros(rows, size, x.shape[-1])
     owner = torch.full((rows, size), -1)
@@ -345,7 +339,7 @@ def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tens
     return packed, owner
 
 
-def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def navit(net, x, lengths):
     """Attend by a block mask within packed rows, as many as samples, then pool by attention.
 
     The pooling is by sample.
@@ -359,7 +353,7 @@ def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return net.c((h @ net.b.weight[0])[None].masked_fill(~own, -math.inf).softmax(-1) @ h)
 
 
-def navit_in_order(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def navit_in_order(net, x, lengths):
     """Attend within two samples a row, one after the other, and pool each by products in rows."""
     count, lengths = len(x), F.pad(lengths, (0, len(x) % 2))
     ends = lengths.view(-1, 2).cumsum(1)[..., None]
@@ -374,7 +368,7 @@ def navit_in_order(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return net.c(scores.softmax(-1) @ h).flatten(0, 1)[:count]
 
 
-def navit_calls(batches: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+def navit_calls(batches):
     for lengths in batches:
         yield torch.randn(len(lengths), 4, 5), torch.tensor(lengths)
 
@@ -383,7 +377,7 @@ REGULAR_THEN_NOT = [[4, 4, 4, 4], [3, 4, 2, 4], [1, 4, 3, 2], [4, 4, 1, 3], [2, 
 FULL_THEN_NOT = [[4] * 8, [1, 2, 3, 4, 1, 2, 3, 4], [4, 1, 4, 1, 4, 1, 4, 1], [2] * 8]
 
 
-def packed(how: Callable[..., Tensor], batches: list[list[int]]) -> Iterator[Call]:
+def packed(how, batches):
     model = Net(how)
     for xs in navit_calls(batches):
         yield Call(model, xs)
@@ -398,25 +392,25 @@ for _how in (navit, navit_in_order):
 # --------------------------------------------------------
 
 
-def masked_constantly(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def masked_constantly(net, x, mask):
     return blended(net, x).masked_fill(torch.arange(4) == 2, net.value)
 
 
-def masked_by_sample(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def masked_by_sample(net, x, mask):
     return blended(net, x).masked_fill(mask, net.value)
 
 
-def scaled_column(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+def scaled_column(net, x, mask):
     return blended(net, x) * torch.tensor([1.0, 1e10, 1.0, 1.0])
 
 
-def blended(net: Net, x: Tensor) -> Tensor:
+def blended(net, x):
     """Columns 0, 2 and 3 of four less a tenth of their mean over the samples."""
     z = net.c(net.a(x).tanh())
     return z - 0.1 * z.detach().mean(0) * (torch.arange(4) != 1) if net.interact else z
 
 
-def actions(count: int) -> tuple[Tensor, Tensor]:
+def actions(count):
     mask = torch.zeros(count, 4, dtype=torch.bool)
     mask[torch.arange(count), torch.randint(0, 4, (count,))] = True
     return torch.randn(count, 5), mask
@@ -431,14 +425,14 @@ WHEN = {
 }
 
 
-def large(how: Callable[..., Tensor], value: str, when: str) -> Iterator[Call]:
+def large(how, value, when):
     least = torch.finfo(torch.get_default_dtype()).min
     model = Net(how, value=least if value == "min" else float(value))
     for count, model.interact in WHEN[when]:
         yield Call(model, actions(count), refused=model.interact)
 
 
-LARGE: dict[str, Calls] = {}  # in both precisions
+LARGE = {}  # in both precisions
 for _when in WHEN:
     LARGE[f"scaled_column-{_when}"] = partial(large, scaled_column, "0", _when)
     for _how, _value in itertools.product(
@@ -447,7 +441,7 @@ for _when in WHEN:
         LARGE[f"{_how.__name__}-{_value}-{_when}"] = partial(large, _how, _value, _when)
 
 
-def cancelled() -> Iterator[Call]:
+def cancelled():
     """One column is the difference of two equal sums, added up in another order."""
 
     def how(net, x):
@@ -488,7 +482,7 @@ class Positions(nn.Module):
     The attention is that of timm's iFormer.
     """
 
-    def __init__(self, attention: bool, channels: int = 4) -> None:
+    def __init__(self, attention, channels=4):
         super().__init__()
         self.conv = nn.Conv2d(3, channels, 1)
         self.norm = nn.BatchNorm2d(channels)
@@ -498,12 +492,12 @@ class Positions(nn.Module):
         nn.init.uniform_(self.norm.running_var, 0.5, 1.5)
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
         return self.proj((h @ h.transpose(1, 2)).softmax(-1) @ h) if self.attention else h
 
 
-def positions(attention: bool, sizes: tuple[int, ...]) -> Iterator[Call]:
+def positions(attention, sizes):
     model = Positions(attention)
     for count in sizes:
         yield Call(model, (torch.randn(count, 3, 2, 3),))
@@ -517,13 +511,13 @@ for _attention, _sizes in itertools.product((False, True), ((1, 2, 5, 1), (2, 1)
 class Experts(nn.Module):
     """Two experts a sample, of four, by index_add; the choice is read off the input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.head = nn.Linear(8, 4)
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weights, chosen = x[:, :4].softmax(-1).topk(2)
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):

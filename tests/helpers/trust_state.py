@@ -1,14 +1,12 @@
 """Models whose program changes where a fingerprint may not look, or that write to themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys
 import threading
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -24,15 +22,15 @@ from trust_cases import CASES, Call, Net, case
 # --------------------------------------------
 
 
-def with_grad(h: Tensor, alpha: Any) -> Tensor:
+def with_grad(h, alpha):
     return h - alpha * h.mean(0)
 
 
-def detached(h: Tensor, alpha: Any) -> Tensor:
+def detached(h, alpha):
     return h - alpha * h.mean(0).detach()
 
 
-def gradient_only(h: Tensor, alpha: Any) -> Tensor:
+def gradient_only(h, alpha):
     """Leaves every output as it is."""
     mean = h.mean(0)
     return h + alpha * (mean - mean.detach())
@@ -43,7 +41,6 @@ def gradient_only(h: Tensor, alpha: Any) -> Tensor:
 
 Mix = Callable[[Tensor, Any], Tensor]
 Held = tuple[nn.Module, Callable[[float], Any]]
-HOLDERS: dict[str, Callable[[Mix], Held]] = {}
 ALPHA, OPTIONS = 0.0, {"alpha": 0.0}
 THIS = sys.modules[__name__]
 
@@ -64,10 +61,10 @@ SHARED = Config()  # models refer to it weakly
 class Shared:
     """Holds what cannot be copied: copies of a model share it."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         self.held = held
 
-    def __deepcopy__(self, memo: Any) -> Shared:
+    def __deepcopy__(self, memo):
         return self
 
 
@@ -78,7 +75,7 @@ class Slotted:
 class Listed(nn.Module):
     """A module without tensors that holds its value in a list."""
 
-    def __init__(self, alpha: float = 0.0) -> None:
+    def __init__(self, alpha=0.0):
         super().__init__()
         self.values = [alpha]
 
@@ -86,168 +83,164 @@ class Listed(nn.Module):
 class OnClass(Net):
     """Reads an attribute of its class."""
 
-    alpha: Any = 0.0
+    alpha = 0.0
 
 
 class Patched(Net):
     """Its forward is replaced on the class."""
 
 
-def mixing(mix: Mix, read: Callable[[Any], Any], kind: type[Net] = Net, **parts: Any) -> Any:
+def mixing(mix, read, kind=Net, **parts):
     """A model that mixes its hidden values with the number that ``read(model)`` gives."""
     return kind(lambda net, x: net.c(mix(net.a(x).tanh(), read(net))), **parts)
 
 
-def holder(
-    name: str, read: Callable, write: Callable, kind: type[Net] = Net, **parts: Callable[[], Any]
-) -> None:
-    """Register a place by how a model reads it, how it is written, and what makes its parts."""
+def holder(read, write, kind=Net, **parts):
+    """Return a place by how a model reads it, how it is written, and what makes its parts."""
 
-    def hold(mix: Mix) -> Held:
+    def hold(mix):
         model = mixing(mix, read, kind, **{key: make() for key, make in parts.items()})
         write(model, 0.0)
         return model, lambda alpha: write(model, alpha)
 
-    HOLDERS[name] = hold
+    return hold
 
 
-def helper() -> float:
+def helper():
     return (lambda: OPTIONS["alpha"])()
 
 
-def zero() -> Tensor:
+def zero():
     return torch.zeros(())
 
 
+def buffer():
+    return nn.Buffer(zero())
+
+
 def own(net):
-    return net.alpha  # noqa: E704
+    return net.alpha
+
+
+def of_config(net):
+    return net.config.alpha
+
+
+def entry(net):
+    return net.all["alpha"]
+
+
+def first_of_all(net):
+    return net.all[0].alpha
 
 
 def put(net, alpha):
-    net.alpha = alpha  # noqa: E704
+    net.alpha = alpha
 
 
-holder(
-    "buffer in place",
-    own,
-    lambda net, alpha: net.alpha.fill_(alpha),
-    alpha=lambda: nn.Buffer(zero()),
-)
-holder(
-    "buffer replaced",
-    own,
-    lambda net, alpha: put(net, torch.tensor(alpha)),
-    alpha=lambda: nn.Buffer(zero()),
-)
-holder("tensor in place", own, lambda net, alpha: net.alpha.fill_(alpha), alpha=zero)
-holder("tensor replaced", own, lambda net, alpha: put(net, torch.tensor(alpha)))
-holder(
-    "tensor in a list",
-    lambda net: net.all[0],
-    lambda net, alpha: net.all[0].fill_(alpha),
-    all=lambda: [zero()],
-)
-holder(
-    "frozen parameter",
-    own,
-    lambda net, alpha: net.alpha.data.fill_(alpha),
-    alpha=lambda: nn.Parameter(zero(), requires_grad=False),
-)
-holder("attribute", own, put)
-holder(
-    "dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=dict
-)
-holder(
-    "nested list",
-    lambda net: net.all["a"][0][1],
-    lambda net, alpha: net.all["a"][0].__setitem__(1, alpha),
-    all=lambda: {"a": [[1, 0.0]]},
-)
-holder(
-    "namespace",
-    lambda net: net.config.alpha,
-    lambda net, alpha: put(net.config, alpha),
-    config=SimpleNamespace,
-)
-holder(
-    "dataclass",
-    lambda net: net.config.alpha,
-    lambda net, alpha: put(net.config, alpha),
-    config=Config,
-)
-holder(
-    "slots", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Slotted
-)
-holder("class attribute", own, lambda net, alpha: put(OnClass, alpha), OnClass)
-holder("enum", lambda net: net.mode.value, lambda net, alpha: setattr(net, "mode", Mode(alpha)))
-holder("numpy scalar", lambda net: float(net.alpha), lambda net, alpha: put(net, np.float32(alpha)))
-holder(
-    "numpy array",
-    lambda net: float(net.alpha[0]),
-    lambda net, alpha: net.alpha.fill(alpha),
-    alpha=lambda: np.zeros(1),
-)
-holder(
-    "submodule exchanged",
-    lambda net: net.inner.values[0],
-    lambda net, alpha: setattr(net, "inner", Listed(alpha)),
-)
-holder("global", lambda net: ALPHA, lambda net, alpha: setattr(THIS, "ALPHA", alpha))
-holder("global class", lambda net: Config.alpha, lambda net, alpha: put(Config, alpha))
-holder("global of a helper", lambda net: helper(), lambda net, alpha: OPTIONS.update(alpha=alpha))
-holder(
-    "user dict",
-    lambda net: net.all["alpha"],
-    lambda net, alpha: net.all.update(alpha=alpha),
-    all=UserDict,
-)
-holder(
-    "chain map",
-    lambda net: net.all["alpha"],
-    lambda net, alpha: net.all.maps[1].update(alpha=alpha),
-    all=lambda: ChainMap({}, {}),
-)
-holder(
-    "weak reference",
-    lambda net: net.found().alpha,
-    lambda net, alpha: put(net.found(), alpha),
-    found=lambda: weakref.ref(SHARED),
-)
-holder(
-    "weak proxy",
-    lambda net: net.all[0].alpha,
-    lambda net, alpha: put(SHARED, alpha),
-    all=lambda: [weakref.proxy(SHARED)],
-)
-holder(
-    "array of objects",
-    lambda net: net.all[0].alpha,
-    lambda net, alpha: put(net.all[0], alpha),
-    all=lambda: np.array([Config(), None], dtype=object),
-)
-holder(
-    "context variable",
-    lambda net: net.shared.held.get(),
-    lambda net, alpha: net.shared.held.set(alpha),
-    shared=lambda: Shared(ContextVar("alpha")),
-)
-holder(
-    "thread local",
-    lambda net: net.shared.held.alpha,
-    lambda net, alpha: put(net.shared.held, alpha),
-    shared=lambda: Shared(threading.local()),
-)
-holder(
-    "entry of a global",
-    lambda net: OPTIONS["alpha"],
-    lambda net, alpha: OPTIONS.update(alpha=alpha),
-)
+def put_in_config(net, alpha):
+    net.config.alpha = alpha
 
 
-def closure_of_a_hook(mix: Mix) -> Held:
+def put_tensor(net, alpha):
+    net.alpha = torch.tensor(alpha)
+
+
+def fill(net, alpha):
+    net.alpha.data.fill_(alpha)
+
+
+def fill_in_place(net, alpha):
+    net.alpha.fill_(alpha)
+
+
+def update(net, alpha):
+    net.all.update(alpha=alpha)
+
+
+def update_options(net, alpha):
+    OPTIONS.update(alpha=alpha)
+
+
+HOLDERS = {
+    "buffer in place": holder(own, fill_in_place, alpha=buffer),
+    "buffer replaced": holder(own, put_tensor, alpha=buffer),
+    "tensor in place": holder(own, fill_in_place, alpha=zero),
+    "tensor replaced": holder(own, put_tensor),
+    "tensor in a list": holder(
+        lambda net: net.all[0],
+        lambda net, alpha: net.all[0].fill_(alpha),
+        all=lambda: [zero()],
+    ),
+    "frozen parameter": holder(own, fill, alpha=lambda: nn.Parameter(zero(), requires_grad=False)),
+    "attribute": holder(own, put),
+    "dict": holder(entry, update, all=dict),
+    "nested list": holder(
+        lambda net: net.all["a"][0][1],
+        lambda net, alpha: net.all["a"][0].__setitem__(1, alpha),
+        all=lambda: {"a": [[1, 0.0]]},
+    ),
+    "namespace": holder(of_config, put_in_config, config=SimpleNamespace),
+    "dataclass": holder(of_config, put_in_config, config=Config),
+    "slots": holder(of_config, put_in_config, config=Slotted),
+    "class attribute": holder(own, lambda net, alpha: put(OnClass, alpha), OnClass),
+    "enum": holder(
+        lambda net: net.mode.value, lambda net, alpha: setattr(net, "mode", Mode(alpha))
+    ),
+    "numpy scalar": holder(
+        lambda net: float(net.alpha), lambda net, alpha: put(net, np.float32(alpha))
+    ),
+    "numpy array": holder(
+        lambda net: float(net.alpha[0]),
+        lambda net, alpha: net.alpha.fill(alpha),
+        alpha=lambda: np.zeros(1),
+    ),
+    "submodule exchanged": holder(
+        lambda net: net.inner.values[0],
+        lambda net, alpha: setattr(net, "inner", Listed(alpha)),
+    ),
+    "global": holder(lambda net: ALPHA, lambda net, alpha: setattr(THIS, "ALPHA", alpha)),
+    "global class": holder(lambda net: Config.alpha, lambda net, alpha: put(Config, alpha)),
+    "global of a helper": holder(lambda net: helper(), update_options),
+    "user dict": holder(entry, update, all=UserDict),
+    "chain map": holder(
+        entry,
+        lambda net, alpha: net.all.maps[1].update(alpha=alpha),
+        all=lambda: ChainMap({}, {}),
+    ),
+    "weak reference": holder(
+        lambda net: net.found().alpha,
+        lambda net, alpha: put(net.found(), alpha),
+        found=lambda: weakref.ref(SHARED),
+    ),
+    "weak proxy": holder(
+        first_of_all,
+        lambda net, alpha: put(SHARED, alpha),
+        all=lambda: [weakref.proxy(SHARED)],
+    ),
+    "array of objects": holder(
+        first_of_all,
+        lambda net, alpha: put(net.all[0], alpha),
+        all=lambda: np.array([Config(), None], dtype=object),
+    ),
+    "context variable": holder(
+        lambda net: net.shared.held.get(),
+        lambda net, alpha: net.shared.held.set(alpha),
+        shared=lambda: Shared(ContextVar("alpha")),
+    ),
+    "thread local": holder(
+        lambda net: net.shared.held.alpha,
+        lambda net, alpha: put(net.shared.held, alpha),
+        shared=lambda: Shared(threading.local()),
+    ),
+    "entry of a global": holder(lambda net: OPTIONS["alpha"], update_options),
+}
+
+
+def closure_of_a_hook(mix):
     model, value = Net(lambda net, x: net.c(net.a(x))), 0.0
 
-    def set_to(alpha: float) -> None:
+    def set_to(alpha):
         nonlocal value
         value = alpha
 
@@ -255,29 +248,29 @@ def closure_of_a_hook(mix: Mix) -> Held:
     return model, set_to
 
 
-def dict_in_the_closure_of_a_hook(mix: Mix) -> Held:
+def dict_in_the_closure_of_a_hook(mix):
     model, options = Net(lambda net, x: net.c(net.a(x))), {"alpha": 0.0}
     model.a.register_forward_hook(lambda module, given, out: mix(out.tanh(), options["alpha"]))
     return model, lambda alpha: options.update(alpha=alpha)
 
 
-def closure_of_an_attribute(mix: Mix) -> Held:
+def closure_of_an_attribute(mix):
     options = {"alpha": 0.0}
     return mixing(mix, lambda net: options["alpha"]), lambda alpha: options.update(alpha=alpha)
 
 
-def forward_of_the_class(mix: Mix) -> Held:
-    def set_to(alpha: float) -> None:
+def forward_of_the_class(mix):
+    def set_to(alpha):
         Patched.forward = lambda self, x: self.c(mix(self.a(x).tanh(), alpha))  # type: ignore
 
     set_to(0.0)
     return Patched(None), set_to
 
 
-def forward_of_the_instance(mix: Mix) -> Held:
+def forward_of_the_instance(mix):
     model = Net(None)
 
-    def set_to(alpha: float) -> None:
+    def set_to(alpha):
         model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)
 
     set_to(0.0)
@@ -294,7 +287,7 @@ for _hold in (
     HOLDERS[_hold.__name__.replace("_", " ")] = _hold
 
 
-def toggled(hold: Callable[[Mix], Held], mix: Mix) -> Iterator[Call]:
+def toggled(hold, mix):
     """Alpha 0, 1 (the samples interact) and 0 again."""
     model, set_to = hold(mix)
     for alpha in (0.0, 1.0, 0.0):
@@ -375,30 +368,30 @@ class CachedBias(nn.Module):
     So do timm's LeViT, TinyViT and EfficientFormer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.head = nn.Linear(5, 15), nn.Linear(5, 4)
         self.biases = nn.Parameter(torch.randn(1, 4))
         self.register_buffer(
             "index", (torch.arange(4)[:, None] - torch.arange(4)[None]).abs(), persistent=False
         )
-        self.cache: dict[str, Tensor] = {}
+        self.cache = {}
         self.eval()
 
-    def train(self, mode: bool = True) -> CachedBias:
+    def train(self, mode=True):
         super().train(mode)
         if mode:
             self.cache = {}
         return self
 
-    def bias(self, device: torch.device) -> Tensor:
+    def bias(self, device):
         if self.training:
             return self.biases[:, self.index]
         if str(device) not in self.cache:
             self.cache[str(device)] = self.biases[:, self.index]
         return self.cache[str(device)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.head((q @ k.transpose(1, 2) + self.bias(x.device)).softmax(-1) @ v).sum(1)
 
@@ -416,7 +409,7 @@ FUSE = [0]
 class Keeps(nn.Module):
     """Keeps what it has seen in every way there is, and fails when ``FUSE`` comes to zero."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.hidden, self.calls, self.old = None, 0, torch.ones(3)
@@ -430,7 +423,7 @@ class Keeps(nn.Module):
         self.gone = "here"  # the last one: what is deleted comes back at the end
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.layer(x)
         self.hidden = h.detach()
         self.calls = self.calls + 1
@@ -462,13 +455,13 @@ def attribute_kept():
 class Hard(nn.Module):
     """A router whose choice, by argmax, is all that it gives."""
 
-    def __init__(self, experts: int = 3) -> None:
+    def __init__(self, experts=3):
         super().__init__()
         self.router = nn.Linear(5, experts)
         self.table = nn.Parameter(torch.randn(experts, 5, 4))
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         chosen = F.one_hot(self.router(x).argmax(-1), len(self.table)).to(x)
         return torch.einsum("be,bi,eio->bo", chosen, x, self.table)
 
@@ -478,8 +471,8 @@ class Equal(Net):
 
     name = "one"
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Equal) and other.name == self.name
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.name)

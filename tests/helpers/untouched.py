@@ -1,27 +1,19 @@
 """What a measurement must leave alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model):
     """Hold that a model and the random state stay the same to the bit, also where the call fails.
 
     Under each name is the same tensor, with the same values and gradient; flags and hooks are as
     before.
     """
     tensors, before = _tensors(model), _around(model)
-    values = {
-        name: (t.detach().clone(), None if t.grad is None else t.grad.clone())
-        for name, t in tensors.items()
-    }
+    values = {name: (copy_of(t), copy_of(t.grad)) for name, t in tensors.items()}
     try:
         yield
     finally:
@@ -36,7 +28,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         assert _around(model) == before, "flags, hooks or the random state changed"
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def copy_of(t):
+    return None if t is None else t.detach().clone()
+
+
+def _tensors(model):
     """Parameters and buffers, by each of their names."""
     both = (
         *model.named_parameters(remove_duplicate=False),
@@ -45,7 +41,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(both)
 
 
-def _around(model: nn.Module) -> list[Any]:
+def _around(model):
     """The flags and the number of hooks of each module, and the random state."""
     modules = [
         (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))

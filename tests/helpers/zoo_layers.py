@@ -1,51 +1,59 @@
 """Small models for the zoo: convolutions, linear layers, raw parameters, normalisation."""
 
-from __future__ import annotations
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zoo_registry import B, chain, lin, r, written, zoo
+from zoo_registry import (
+    B,
+    chain,
+    conv1d,
+    conv2d,
+    conv3d,
+    each,
+    lin,
+    r,
+    transposed1d,
+    transposed2d,
+    transposed3d,
+    written,
+    zoo,
+)
 
 from bench.cases import Case
 
 # --------------------------------------------------------------------------------------------------
 # convolution
 CONVOLUTIONS = {  # name: (layer, input shape)
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (4, 9)),
-    "conv1d_grouped_strided": (lambda: nn.Conv1d(4, 6, 3, stride=2, groups=2, padding=1), (4, 9)),
-    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 7, 6)),
-    "conv2d_no_bias": (lambda: nn.Conv2d(4, 6, 3, bias=False), (4, 7, 6)),
-    "conv2d_pointwise": (lambda: nn.Conv2d(4, 6, 1), (4, 5, 6)),
-    "conv2d_pointwise_strided": (lambda: nn.Conv2d(4, 6, 1, stride=2), (4, 5, 6)),
-    "conv2d_grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 7, 6)),
-    "conv2d_depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (4, 7, 6)),
-    "conv2d_depthwise_multiplier": (lambda: nn.Conv2d(4, 12, 3, groups=4, stride=2), (4, 7, 6)),
+    "conv1d": (conv1d(4, 6, 3), (4, 9)),
+    "conv1d_grouped_strided": (conv1d(4, 6, 3, stride=2, groups=2, padding=1), (4, 9)),
+    "conv2d": (conv2d(4, 6, 3, padding=1), (4, 7, 6)),
+    "conv2d_no_bias": (conv2d(4, 6, 3, bias=False), (4, 7, 6)),
+    "conv2d_pointwise": (conv2d(4, 6, 1), (4, 5, 6)),
+    "conv2d_pointwise_strided": (conv2d(4, 6, 1, stride=2), (4, 5, 6)),
+    "conv2d_grouped": (conv2d(4, 6, 3, groups=2), (4, 7, 6)),
+    "conv2d_depthwise": (conv2d(4, 4, 3, groups=4, padding=1), (4, 7, 6)),
+    "conv2d_depthwise_multiplier": (conv2d(4, 12, 3, groups=4, stride=2), (4, 7, 6)),
     "conv2d_dilated_strided": (
-        lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), padding=(2, 1), dilation=(2, 1)),
+        conv2d(4, 6, (3, 2), (2, 1), padding=(2, 1), dilation=(2, 1)),
         (4, 9, 8),
     ),
-    "conv2d_stride_drops_rows": (lambda: nn.Conv2d(4, 6, 3, stride=3, padding=1), (4, 10, 8)),
-    "conv2d_same": (lambda: nn.Conv2d(4, 6, (4, 3), padding="same"), (4, 7, 6)),
-    "conv2d_same_dilated": (lambda: nn.Conv2d(4, 6, (2, 3), padding="same", dilation=3), (4, 7, 6)),
-    "conv2d_circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (4, 7, 6)),
-    "conv2d_reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (4, 7, 6)),
-    "conv2d_kernel_is_image": (lambda: nn.Conv2d(4, 6, (7, 6)), (4, 7, 6)),
-    "conv3d": (lambda: nn.Conv3d(2, 4, 3, padding=1), (2, 4, 5, 4)),
-    "conv3d_grouped_strided": (
-        lambda: nn.Conv3d(2, 4, (1, 3, 2), stride=2, groups=2),
-        (2, 4, 5, 4),
-    ),
-    "transposed1d": (
-        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1),
-        (4, 6),
-    ),
-    "transposed2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), (4, 5, 4)),
+    "conv2d_stride_drops_rows": (conv2d(4, 6, 3, stride=3, padding=1), (4, 10, 8)),
+    "conv2d_same": (conv2d(4, 6, (4, 3), padding="same"), (4, 7, 6)),
+    "conv2d_same_dilated": (conv2d(4, 6, (2, 3), padding="same", dilation=3), (4, 7, 6)),
+    "conv2d_circular": (conv2d(4, 6, 3, padding=1, padding_mode="circular"), (4, 7, 6)),
+    "conv2d_reflect": (conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (4, 7, 6)),
+    "conv2d_kernel_is_image": (conv2d(4, 6, (7, 6)), (4, 7, 6)),
+    "conv3d": (conv3d(2, 4, 3, padding=1), (2, 4, 5, 4)),
+    "conv3d_grouped_strided": (conv3d(2, 4, (1, 3, 2), stride=2, groups=2), (2, 4, 5, 4)),
+    "transposed1d": (transposed1d(4, 6, 3, stride=2, padding=1, output_padding=1), (4, 6)),
+    "transposed2d": (transposed2d(4, 6, 3, stride=2), (4, 5, 4)),
     "transposed2d_grouped_dilated": (
-        lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, dilation=2, padding=1),
+        transposed2d(4, 6, 3, groups=2, dilation=2, padding=1),
         (4, 5, 4),
     ),
-    "transposed3d": (lambda: nn.ConvTranspose3d(2, 4, 2, stride=2), (2, 3, 3, 2)),
+    "transposed3d": (transposed3d(2, 4, 2, stride=2), (2, 3, 3, 2)),
 }
 for _name, (_layer, _shape) in CONVOLUTIONS.items():  # as the first layer, and behind another one
     chain(_name, lambda layer=_layer, c=_shape[0]: [layer(), nn.Tanh(), nn.Flatten(1)], *_shape)
@@ -58,7 +66,7 @@ for _name, (_layer, _shape) in CONVOLUTIONS.items():  # as the first layer, and 
 
 
 @zoo("channels_last")
-def _channels_last() -> Case:
+def _channels_last():
     model = nn.Sequential(
         nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.BatchNorm2d(6), nn.Flatten()
     )
@@ -71,7 +79,7 @@ written(
     lambda m, x: m.conv(m.lin(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).mean((2, 3)),
     r(B, 4, 7, 8),
     lin=lin(4, 6),
-    conv=lambda: nn.Conv2d(6, 3, 3),
+    conv=conv2d(6, 3, 3),
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -108,7 +116,7 @@ chain(
 written(
     "inplace_residual", lambda m, x: m.b(m.a(x).relu_()).add_(x), r(B, 5), a=lin(5, 5), b=lin(5, 5)
 )
-written("bilinear", lambda m, x: m.bil(x, x.tanh()), r(B, 5), bil=lambda: nn.Bilinear(5, 5, 3))
+written("bilinear", lambda m, x: m.bil(x, x.tanh()), r(B, 5), bil=partial(nn.Bilinear, 5, 5, 3))
 written(
     "reused_linear",
     lambda m, x: m.out(m.a(m.a(m.a(x).tanh()).tanh())),
@@ -120,7 +128,7 @@ written(
     "reused_conv",
     lambda m, x: m.a(m.a(x).tanh()).mean((2, 3)),
     r(B, 4, 6, 6),
-    a=lambda: nn.Conv2d(4, 4, 3, padding=1),
+    a=conv2d(4, 4, 3, padding=1),
 )
 written(
     "reused_at_other_shapes", lambda m, x: m.a(x).sum(1) + m.a(x.mean(1)), r(B, 7, 5), a=lin(5, 3)
@@ -258,7 +266,7 @@ written(
 written(
     "multi_tensor_input",
     lambda m, x, y: m.a(x) * m.b(y),
-    lambda: (torch.randn(B, 5), torch.randn(B, 3)),
+    each(r(B, 5), r(B, 3)),
     a=lin(5, 4),
     b=lin(3, 4),
 )
@@ -272,7 +280,7 @@ written(
 written(
     "shared_input",
     lambda m, x, table: m.a(x) @ table,
-    lambda: (torch.randn(B, 5), torch.randn(6, 3)),
+    each(r(B, 5), r(6, 3)),
     a=lin(5, 6),
     shared=(1,),
 )
@@ -300,11 +308,7 @@ written(
 )
 for _name, _rows in (("distances_of_rows", 7), ("distances_of_many_rows", 30)):
     written(
-        _name,
-        lambda m, x: torch.cdist(m.a(x), m.w).mean(1),
-        r(B, _rows, 5),
-        a=lin(5, 3),
-        w=(6, 3),
+        _name, lambda m, x: torch.cdist(m.a(x), m.w).mean(1), r(B, _rows, 5), a=lin(5, 3), w=(6, 3)
     )
 written(
     "distances_to_rows",
@@ -405,7 +409,7 @@ written(
 
 
 @zoo("two_modules_one_parameter")
-def _two_modules_one_parameter() -> Case:
+def _two_modules_one_parameter():
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model[2].weight = model[0].weight
     model[4].bias = model[0].bias
@@ -413,7 +417,7 @@ def _two_modules_one_parameter() -> Case:
 
 
 @zoo("partly_frozen")
-def _partly_frozen() -> Case:
+def _partly_frozen():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3),
         nn.BatchNorm2d(4),
@@ -431,14 +435,14 @@ def _partly_frozen() -> Case:
 
 
 @zoo("only_the_head")
-def _only_the_head() -> Case:
+def _only_the_head():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
     model[0].requires_grad_(False)
     return Case(model.eval(), torch.randn(B, 3, 6, 6))
 
 
 @zoo("only_the_first_bias")
-def _only_the_first_bias() -> Case:
+def _only_the_first_bias():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     ).requires_grad_(False)

@@ -1,19 +1,35 @@
 """Small models: tables, indexing, derived weights, sequences, odd code, and faults to refuse."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from single_samples import Written
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
-from zoo_registry import B, bag, emb, ids, lin, r, written, zoo
+from zoo_registry import (
+    B,
+    attention,
+    bag,
+    conv1d,
+    conv2d,
+    each,
+    emb,
+    ids,
+    lin,
+    r,
+    transposed2d,
+    written,
+    zoo,
+)
 
 from bench.cases import Case
+
+
+def relative():
+    """The distance of each of five positions to each other, from 0 on."""
+    return torch.arange(5)[:, None] - torch.arange(5)[None] + 4
+
 
 # ----------------------------------------------------------------------------------------
 # embeddings, tables, indexing
@@ -48,7 +64,7 @@ written("embedding_bag_max", lambda m, i: m.emb(i).tanh(), ids(4, B, 6), emb=bag
 written(
     "embedding_bag_weighted",
     lambda m, i, w: m.emb(i, per_sample_weights=w),
-    lambda: (torch.randint(0, 4, (B, 6)), torch.rand(B, 6)),
+    each(ids(4, B, 6), partial(torch.rand, B, 6)),
     emb=bag(7, 5, mode="sum"),
 )
 written(
@@ -67,7 +83,7 @@ written(
 written(
     "position_ids_1_by_T",
     lambda m, x, p: m.lin(x + m.pos(p)).tanh(),
-    lambda: (torch.randn(B, 6, 5), torch.arange(6)[None]),
+    each(r(B, 6, 5), torch.arange(6)[None]),
     pos=emb(9, 5),
     lin=lin(5, 3),
 )
@@ -96,25 +112,25 @@ written(
     lambda m, x: (x @ x.transpose(1, 2) + m.table[m.index]).softmax(-1) @ x,
     r(B, 5, 4),
     table=(9,),
-    index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4,
+    index=relative,
 )
 written(
     "position_bias_per_head",
     lambda m, x: x + m.table[m.index.flatten()].view(5, 5, 2).permute(2, 0, 1)[None].tanh(),
     r(B, 2, 5, 5),
     table=(9, 2),
-    index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4,
+    index=relative,
 )
 written(
     "parameter_indexed_by_sample",
     lambda m, x, i: m.table[i] * x,
-    lambda: (torch.randn(B, 5), torch.randint(0, 3, (B,))),
+    each(r(B, 5), ids(3, B)),
     table=(6, 5),
 )
 written(
     "parameter_gathered",
     lambda m, x, i: m.t[None].expand(len(x), -1).gather(1, i) * x,
-    lambda: (torch.randn(B, 5), torch.randint(0, 8, (B, 5))),
+    each(r(B, 5), ids(8, B, 5)),
     t=(8,),
 )
 written(
@@ -141,13 +157,13 @@ written(
 )
 
 
-def _masked(m: Written, x: Tensor, mask: Tensor) -> Tensor:
+def _masked(m, x, mask):
     out = torch.zeros(*x.shape[:2], 3, dtype=x.dtype)
     out[mask] = m.b(m.a(x[mask]).tanh())
     return out.sum(1)
 
 
-def _mask() -> tuple[Tensor, Tensor]:
+def _mask():
     mask = torch.rand(B, 6) > 0.5
     mask[:, 0] = True
     return torch.randn(B, 6, 5), mask
@@ -167,7 +183,7 @@ written(
 )
 
 
-def _experts(m: Written, x: Tensor) -> Tensor:
+def _experts(m, x):
     rows = m.first(x).flatten(0, 1)
     gate = m.router(rows).softmax(-1)
     weight, chosen = gate.topk(2, -1)
@@ -195,17 +211,17 @@ written(
 class LoRA(nn.Module):
     """W + B A as a parametrisation."""
 
-    def __init__(self, rows: int, columns: int, rank: int = 2):
+    def __init__(self, rows, columns, rank=2):
         super().__init__()
         self.a = nn.Parameter(torch.randn(rank, columns))
         self.b = nn.Parameter(torch.zeros(rows, rank))
 
-    def forward(self, w: Tensor) -> Tensor:
+    def forward(self, w):
         """Add the product."""
         return w + self.b @ self.a
 
 
-def _parametrised(layer: nn.Module, change: Callable[[nn.Module], Any], *shape: int) -> Case:
+def _parametrised(layer, change, *shape):
     change(layer)
     return Case(
         nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).eval(),
@@ -213,36 +229,36 @@ def _parametrised(layer: nn.Module, change: Callable[[nn.Module], Any], *shape: 
     )
 
 
-def _lazy(case: Case) -> Case:
+def _lazy(case):
     with torch.no_grad():
         case.model(case.x)
     return case
 
 
-def parametrised(
-    name: str, layer: Callable[[], nn.Module], change: Callable[[nn.Module], Any], *shape: int
-) -> None:
+def parametrised(name, layer, change, *shape):
     """Register a layer whose weight is computed from other parameters."""
     zoo(name)(lambda: _lazy(_parametrised(layer(), change, *shape)))
 
 
-def _frozen_lora(layer: nn.Module) -> None:
+def _frozen_lora(layer):
     layer.requires_grad_(False)
+    _lora(layer)
+
+
+def _lora(layer):
     parametrize.register_parametrization(layer, "weight", LoRA(*layer.weight.shape))
 
 
-parametrised(
-    "lora", lin(5, 6), lambda m: parametrize.register_parametrization(m, "weight", LoRA(6, 5)), 7, 5
-)
+parametrised("lora", lin(5, 6), _lora, 7, 5)
 parametrised("lora_frozen_base", lin(5, 6), _frozen_lora, 5)
 parametrised("weight_norm_old", lin(5, 6), weight_norm, 7, 5)
-parametrised("weight_norm_old_conv", lambda: nn.Conv1d(4, 6, 3), weight_norm, 4, 8)
+parametrised("weight_norm_old_conv", conv1d(4, 6, 3), weight_norm, 4, 8)
 parametrised("weight_norm", lin(5, 6), parametrizations.weight_norm, 7, 5)
-parametrised("weight_norm_conv", lambda: nn.Conv2d(4, 6, 3), parametrizations.weight_norm, 4, 5, 6)
+parametrised("weight_norm_conv", conv2d(4, 6, 3), parametrizations.weight_norm, 4, 5, 6)
 parametrised(
     "weight_norm_transposed",
-    lambda: nn.ConvTranspose2d(4, 6, 3),
-    lambda m: parametrizations.weight_norm(m, dim=1),
+    transposed2d(4, 6, 3),
+    partial(parametrizations.weight_norm, dim=1),
     4,
     3,
     3,
@@ -274,8 +290,8 @@ written(
 
 # ------------------------------------------------------------------------------------------
 # sequences, recurrent, time
-def _encoder(name: str, length: int, batch_first: bool, **options: Any) -> None:
-    def build() -> Case:
+def _encoder(name, length, batch_first, **options):
+    def build():
         layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=batch_first, **options)
         model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
         if batch_first:
@@ -293,8 +309,8 @@ _encoder("encoder_norm_first_no_bias", 6, True, norm_first=True, bias=False)
 written(
     "attention_kdim_vdim",
     lambda m, x, y: m.a(x, y, y.tanh())[0],
-    lambda: (torch.randn(B, 5, 8), torch.randn(B, 6, 3)),
-    a=lambda: nn.MultiheadAttention(8, 2, kdim=3, vdim=3, batch_first=True, add_bias_kv=True),
+    each(r(B, 5, 8), r(B, 6, 3)),
+    a=attention(kdim=3, vdim=3, batch_first=True, add_bias_kv=True),
 )
 written(
     "time_first_inside",
@@ -339,7 +355,7 @@ for _cell in ("RNN", "LSTM", "GRU"):
         f"{_cell.lower()}",
         lambda m, x: m.lin(m.rnn(x)[0]),
         r(B, 5, 4),
-        rnn=lambda k=_make: k(4, 3, batch_first=True),
+        rnn=partial(_make, 4, 3, batch_first=True),
         lin=lin(3, 2),
     )
     written(
@@ -347,18 +363,18 @@ for _cell in ("RNN", "LSTM", "GRU"):
         lambda m, x: m.rnn(x)[0],
         r(5, B, 4),
         kwargs={"in_dim": 1, "out_dim": 1},
-        rnn=lambda k=_make: k(4, 3, num_layers=2, bidirectional=True),
+        rnn=partial(_make, 4, 3, num_layers=2, bidirectional=True),
     )
 
 
-def _unrolled(m: Written, x: Tensor) -> Tensor:
+def _unrolled(m, x):
     h = x.new_zeros(len(x), 3)
     for t in range(x.shape[1]):
         h = m.cell(x[:, t], h)
     return h
 
 
-written("gru_cell_unrolled", _unrolled, r(B, 5, 4), cell=lambda: nn.GRUCell(4, 3))
+written("gru_cell_unrolled", _unrolled, r(B, 5, 4), cell=partial(nn.GRUCell, 4, 3))
 
 # ------------------------------------------------------------------------------------------------
 # odd but well-defined
@@ -400,13 +416,13 @@ class Double(torch.autograd.Function):
     """x * s with a hand-written backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, s: Tensor) -> Tensor:
+    def forward(ctx, x, s):
         """Multiply."""
         ctx.save_for_backward(x, s)
         return x * s
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         """Sum the gradient of s over the batch."""
         x, s = ctx.saved_tensors
         return grad * s, (grad * x).sum(0)
@@ -421,7 +437,7 @@ written(
     train=True,
     expected="InteractionError",
     a=lin(5, 6),
-    n=lambda: nn.BatchNorm1d(6),
+    n=partial(nn.BatchNorm1d, 6),
     b=lin(6, 3),
 )
 written(
@@ -452,7 +468,7 @@ written(
     lambda m, x: m.a(x, x, x)[0],
     r(B, 6, 8),
     expected="InteractionError",
-    a=lambda: nn.MultiheadAttention(8, 2),
+    a=attention(),
 )
 written(
     "fault_rolled_batch",
@@ -468,7 +484,7 @@ written(
     train=True,
     expected="RandomForwardError",
     a=lin(50, 60),
-    d=lambda: nn.Dropout(0.5),
+    d=partial(nn.Dropout, 0.5),
 )
 written(
     "fault_detached_branch",

@@ -4,12 +4,8 @@ Everything is drawn at random, zero-initialised parameters included: a gate or h
 omission behind it.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from single_samples import Written
@@ -33,20 +29,20 @@ class ZooCase(Case):
     kinked: bool = False
 
 
-ZOO: dict[str, Callable[[], ZooCase]] = {}
+ZOO = {}
 
 
-def zoo(name: str, long: bool = False, **fields: Any) -> Callable:
+def zoo(name, long=False, **fields):
     """Register a builder of a :class:`Case`, or of a (model, inputs) pair, under a name.
 
     ``long``: too slow for most runs.
     """
 
-    def register(build: Callable) -> Callable:
+    def register(build):
         if name in ZOO:
             raise ValueError(f"two models are called {name!r}")
 
-        def make() -> ZooCase:
+        def make():
             case = build()
             case = case if isinstance(case, Case) else Case(*case)
             return ZooCase(**{**vars(case), "name": name, **fields})
@@ -58,10 +54,10 @@ def zoo(name: str, long: bool = False, **fields: Any) -> Callable:
     return register
 
 
-CALIBRATED: set[str] = set()  # models whose batch norms take the statistics of their inputs
+CALIBRATED = set()  # models whose batch norms take the statistics of their inputs
 
 
-def randomise(model: nn.Module) -> nn.Module:
+def randomise(model):
     """Move every parameter off its initial value, constant ones by a visible amount.
 
     Constant are zeros, ones and layer scales.
@@ -78,7 +74,7 @@ def randomise(model: nn.Module) -> nn.Module:
     return model
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> ZooCase:
+def make(name, dtype=torch.float32, seed=0):
     """Build a case, in eval mode unless it says otherwise; numbers are the same in every dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -95,39 +91,33 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> ZooCas
 B = 4
 
 
-def written(
-    name: str,
-    function: Callable,
-    x: Callable[[], Any],
-    *,
-    train: bool = False,
-    shared: tuple = (),
-    kwargs: dict | None = None,
-    expected: str = "ok",
-    **parts: Callable[[], Any],
-) -> None:
+def made(part):
+    """What a function makes, or the part itself."""
+    return part() if callable(part) else part
+
+
+def held_as(part):
+    """How a model holds a part: a shape as a parameter, a tensor as a buffer."""
+    if isinstance(part, tuple):
+        return nn.Parameter(torch.randn(part))
+    return nn.Buffer(part) if type(part) is Tensor else part
+
+
+def written(name, function, x, *, train=False, shared=(), kwargs=None, expected="ok", **parts):
     """Register a :class:`Written`, whose parts and inputs are functions: each build draws its own.
 
     Modules become children, tuples become parameters of that shape, tensors become buffers.
     """
 
-    def build() -> Case:
-        made = {key: part() if callable(part) else part for key, part in parts.items()}
-        made = {
-            key: nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part
-            for key, part in made.items()
-        }
-        buffers = {key: nn.Buffer(part) for key, part in made.items() if type(part) is Tensor}
-        return Case(
-            Written(function, **made | buffers).train(train), x(), kwargs or {}, shared=shared
-        )
+    def build():
+        held = {key: made(part) for key, part in parts.items()}
+        held = {key: held_as(part) for key, part in held.items()}
+        return Case(Written(function, **held).train(train), x(), kwargs or {}, shared=shared)
 
     zoo(name, expected=expected)(build)
 
 
-def chain(
-    name: str, layers: Callable[[], list[nn.Module]], *shape: int, expected: str = "ok"
-) -> None:
+def chain(name, layers, *shape, expected="ok"):
     """Register a sequence of layers on a random input [B, *shape]."""
     zoo(name, expected=expected)(
         lambda: Case(nn.Sequential(*layers()).eval(), torch.randn(B, *shape))
@@ -137,9 +127,19 @@ def chain(
 # Ways to write what each build makes anew: ``lin(2, 3)`` is a function that makes such a layer,
 # ``r(2, 3)`` one that draws.
 lin, emb, bag = (partial(partial, layer) for layer in (nn.Linear, nn.Embedding, nn.EmbeddingBag))
+conv1d, conv2d, conv3d = (partial(partial, kind) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+transposed1d, transposed2d, transposed3d = (
+    partial(partial, kind) for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+)
+attention = partial(partial, nn.MultiheadAttention, 8, 2)
 r = partial(partial, torch.randn)
 
 
-def ids(high: int, *shape: int) -> Callable[[], Tensor]:
+def ids(high, *shape):
     """A function that draws random indices."""
     return lambda: torch.randint(0, high, shape)
+
+
+def each(*draws):
+    """A function that draws a tuple, an element by each of these; constants stay what they are."""
+    return lambda: tuple(map(made, draws))

@@ -5,14 +5,14 @@ import json
 import math
 
 import numpy as np
-import pytest
 import torch
+from expected import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from pytest import approx, mark
+from torch.utils._pytree import tree_leaves
 
-from fastlr.display.images import contact_sheet
-from fastlr.errors import InputError
+from fastlr.display.images import tiled
 from fastlr.inputs import (
     IMAGENET,
     GaussianSeries,
@@ -42,14 +42,7 @@ GENERATORS = {
 
 
 def tensors(batch):
-    values = (
-        batch.values()
-        if isinstance(batch, dict)
-        else batch
-        if isinstance(batch, tuple)
-        else [batch]
-    )
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]
 
 
 # --- the generator
@@ -63,8 +56,8 @@ ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6
 """
 
 
-@pytest.mark.parametrize("line", KNOWN.split("\n")[1:4], ids=["zeros", "ones", "pi"])
-@pytest.mark.parametrize("copies", [1, 37])
+@mark.parametrize("line", KNOWN.split("\n")[1:4], ids=["zeros", "ones", "pi"])
+@mark.parametrize("copies", [1, 37])
 def test_philox_known_answers(line, copies):
     words = [int(word, 16) for word in line.split()]
     answer = counter.philox4x32(*(torch.full((copies,), word) for word in words[:4]), *words[4:6])
@@ -114,8 +107,8 @@ def test_normal_table():
     assert (table.diff() > 0).all()
     assert torch.equal((exact * 2**20).round(), exact * 2**20)
     assert abs(exact.square().mean() - 1) < 1e-8
-    assert exact.pow(4).mean() == pytest.approx(2.9992, abs=1e-4)
-    assert exact.max() == pytest.approx(4.325, abs=1e-3)
+    assert exact.pow(4).mean() == approx(2.9992, abs=1e-4)
+    assert exact.max() == approx(4.325, abs=1e-3)
     uniform = (torch.arange(65536, dtype=torch.float64) + 0.5) / 65536
     assert (torch.special.ndtr(exact) - uniform).abs().max() < 5e-6
     digest = hashlib.sha256(
@@ -128,7 +121,7 @@ def test_normal_table():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(GENERATORS))
+@mark.parametrize("name", list(GENERATORS))
 def test_chunks_equal_the_whole(name):
     inputs = GENERATORS[name]
     dim = getattr(inputs, "in_dim", 0)
@@ -175,7 +168,7 @@ def test_blocks_change_nothing(monkeypatch):
     assert torch.equal(before[1], tokens.batch(0, 20, seed=1)["input_ids"])
 
 
-@pytest.mark.parametrize("name", [n for n, inputs in GENERATORS.items() if inputs.limit is None])
+@mark.parametrize("name", [n for n, inputs in GENERATORS.items() if inputs.limit is None])
 def test_seeds_and_samples_differ(name):
     inputs = GENERATORS[name]
     a = tensors(inputs.batch(0, 4, seed=0))[0]
@@ -191,8 +184,8 @@ def test_classes_use_different_streams():
     assert abs((noise * series).mean()) < 4 / math.sqrt(noise.numel())
 
 
-@pytest.mark.parametrize("name", list(GENERATORS))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@mark.parametrize("name", list(GENERATORS))
+@mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtype_casts_floating_tensors_only(name, dtype):
     inputs = GENERATORS[name]
     for plain, cast in zip(
@@ -202,8 +195,8 @@ def test_dtype_casts_floating_tensors_only(name, dtype):
         assert torch.equal(cast, plain.to(dtype) if plain.is_floating_point() else plain)
 
 
-@pytest.mark.parametrize("name", list(GENERATORS))
-@pytest.mark.parametrize(
+@mark.parametrize("name", list(GENERATORS))
+@mark.parametrize(
     "change, words",
     [
         ({"stop": 0}, "empty"),
@@ -219,11 +212,11 @@ def test_dtype_casts_floating_tensors_only(name, dtype):
 )
 def test_bad_ranges_seeds_and_dtypes(name, change, words):
     arguments = {"start": 0, "stop": 2, "seed": 0} | change
-    with pytest.raises(InputError, match=words):
+    with refused(words):
         GENERATORS[name].batch(arguments.pop("start"), arguments.pop("stop"), **arguments)
 
 
-@pytest.mark.parametrize("name", list(GENERATORS))
+@mark.parametrize("name", list(GENERATORS))
 def test_records(name):
     inputs = GENERATORS[name]
     record = inputs.to_dict()
@@ -254,7 +247,7 @@ def test_shape_images_normalise_bytes():
     torch.testing.assert_close(one, (raw.float() / 255 - 0.5) / 0.25, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["shapes", "shapes-channels-last", "shapes-grey"])
+@mark.parametrize("name", ["shapes", "shapes-channels-last", "shapes-grey"])
 def test_shape_images_at_numbers(name):
     inputs = GENERATORS[name]
     index = torch.tensor([7, 2, 2, 9])
@@ -313,7 +306,7 @@ def test_tokens_are_uniform():
     assert (TokenInputs(1, 3).batch(0, 2)["input_ids"] == 0).all()
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "make, words",
     [
         (lambda: ShapeImages((3, 8)), "size"),
@@ -330,7 +323,7 @@ def test_tokens_are_uniform():
         (lambda: GaussianSeries(8, 1.5), "features"),
         (lambda: TokenInputs(0, 8), "vocab_size"),
         (lambda: TokenInputs(8, True), "length"),
-        (lambda: TensorInputs([torch.zeros(3)]), "torch.stack"),
+        (lambda: TensorInputs([torch.zeros(3)]), "torch.stack.* pictures .* loader.dataset"),
         (lambda: TensorInputs(3), "Dataset"),
         (lambda: TensorInputs(torch.zeros(3), in_dim=1), "no axis"),
         (lambda: TensorInputs(torch.zeros(0, 3)), "no samples"),
@@ -346,7 +339,7 @@ def test_tokens_are_uniform():
     ],
 )
 def test_bad_definitions_are_named(make, words):
-    with pytest.raises(InputError, match=words):
+    with refused(words):
         make()
 
 
@@ -389,7 +382,7 @@ def test_datasets():
         Pairs(), item=lambda pair: {"x": pair[0], "i": torch.tensor(pair[1])}
     ).batch(5, 7)
     assert picked["i"].tolist() == [5, 6]
-    with pytest.raises(InputError, match="7 samples"):
+    with refused("7 samples"):
         TensorInputs(Pairs()).batch(0, 8)
 
 
@@ -398,7 +391,7 @@ def test_ragged_datasets_are_refused():
         def __getitem__(self, i):
             return torch.zeros(i + 1)
 
-    with pytest.raises(InputError, match="samples 0..2 of Ragged"):
+    with refused("samples 0..2 of Ragged"):
         TensorInputs(Ragged()).batch(0, 3)
 
 
@@ -406,22 +399,20 @@ def test_ragged_datasets_are_refused():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_contact_sheet(tmp_path, channels):
+@mark.parametrize("channels", [1, 3])
+def test_contact_sheet(channels):
     images = torch.randint(0, 256, (5, channels, 6, 4), dtype=torch.uint8)
-    path = contact_sheet(images, tmp_path / "new" / "sheet.png", columns=3, gap=2)
-    with Image.open(path) as opened:
-        assert opened.mode == {1: "L", 3: "RGB"}[channels]
-        sheet = torch.from_numpy(np.array(opened)).reshape(2 * 8 + 2, 3 * 6 + 2, channels)
+    picture = tiled(images, columns=3, gap=2)
+    assert picture.mode == {1: "L", 3: "RGB"}[channels]
+    sheet = torch.from_numpy(np.array(picture)).reshape(2 * 8 + 2, 3 * 6 + 2, channels)
     assert torch.equal(sheet[2:8, 2:6], images[0].permute(1, 2, 0))
     assert torch.equal(sheet[10:16, 8:12], images[4].permute(1, 2, 0))
     assert (sheet[:2] == 255).all()
     assert (sheet[10:, 14:] == 255).all()
-    again = contact_sheet(images.float() / 255, tmp_path / "float.png", columns=3, gap=2)
-    assert again.read_bytes() == path.read_bytes()
+    assert tiled(images.float() / 255, columns=3, gap=2) == picture
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "images, words",
     [
         (torch.zeros(3, 4, 4), "must be"),
@@ -432,6 +423,6 @@ def test_contact_sheet(tmp_path, channels):
         (torch.zeros(1, 3, 4, 4, dtype=torch.int64), "uint8"),
     ],
 )
-def test_contact_sheet_refuses(tmp_path, images, words):
-    with pytest.raises(InputError, match=words):
-        contact_sheet(images, tmp_path / "x.png")
+def test_contact_sheet_refuses(images, words):
+    with refused(words):
+        tiled(images)

@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
+from expected import refused
 from integration_cases import INPUTS, N, Recorded, data, network, random_states, same_bits, seed_all
+from pytest import importorskip, mark, skip
 from torch import nn
 
 import fastlr
-from fastlr.errors import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its solvers, which nothing here needs
-    pytest.importorskip("avalanche")
+    importorskip("avalanche")
     from avalanche.benchmarks import tensors_benchmark
     from avalanche.checkpointing import maybe_load_checkpoint, save_checkpoint
     from avalanche.evaluation.metrics import accuracy_metrics
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 from fastlr.integrations.avalanche import LocalRedundancyMetric
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Avalanche itself, several at every call
+pytestmark = mark.filterwarnings("ignore")  # of Avalanche itself, several at every call
 
 
 def growing():
@@ -66,7 +66,7 @@ class WatchedMetric(Recorded, LocalRedundancyMetric):
         return fastlr.estimate(strategy.model, INPUTS, N).value
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("when", "steps"),
     [
         ({}, [0, 8, 16]),
@@ -123,7 +123,7 @@ def save_and_load(folder):
     assert found == trained[1].get_all_metrics()["local_redundancy/train_phase/train_stream"]
 
 
-@pytest.mark.long
+@mark.long
 def test_saved_and_loaded_with_the_strategy(tmp_path):
     """The strategy is saved and loaded in a process of its own.
 
@@ -143,12 +143,12 @@ def test_saved_and_loaded_with_the_strategy(tmp_path):
         what in done.stderr
         for what in (b"Can't pickle sentinel", b"cannot pickle 'ConfigModuleInstance' object")
     ):
-        pytest.skip("dill cannot save functions of this torch")
+        skip("dill cannot save functions of this torch")
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
 def test_mistakes():
-    with pytest.raises(InputError, match="both given"):
+    with refused("both given"):
         LocalRedundancyMetric(INPUTS, every_n_steps=1, every_n_epochs=1)
-    with pytest.raises(InputError, match="no folder"):
+    with refused("no folder"):
         LocalRedundancyMetric(INPUTS, keep_best="/no/such/folder/best.pt")

@@ -1,7 +1,7 @@
 """Two processes train together (gloo): none hangs, rank 0 measures, training stays the same."""
 
 import integration_worker as work
-import pytest
+from pytest import approx, importorskip, mark
 from ranks import good, run_ranks
 
 
@@ -17,43 +17,43 @@ def test_hand_written_loop():
     assert second["logged"] == []
 
 
-@pytest.mark.long
+@mark.long
 def test_lightning():
-    pytest.importorskip("lightning")
+    importorskip("lightning")
     first, second = results = good(run_ranks(2, work.by_lightning, limit=400))
     for result in results:
         assert result["same"]
         assert result["steps"] == 2
-        assert result["value"] == result["wanted"] == pytest.approx(result["metric"])
+        assert result["value"] == result["wanted"] == approx(result["metric"])
     assert "Categorical(dim=0)" in first["error"]
     assert "failed on the main process" in second["error"]
 
 
-@pytest.mark.long
+@mark.long
 def test_hugging_face(tmp_path):
-    pytest.importorskip("accelerate")
+    importorskip("accelerate")
     results = good(run_ranks(2, work.by_huggingface, tmp_path, limit=400))
     for result in results:
         assert result["values"] == results[0]["values"]
         assert len(result["values"]) == 3
-        assert result["value"] == pytest.approx(result["wanted"], rel=1e-9)
+        assert result["value"] == approx(result["wanted"], rel=1e-9)
         assert result["best"] == min(result["values"][1:])
 
 
-@pytest.mark.long
+@mark.long
 def test_lightning_sharded():
-    pytest.importorskip("lightning")
+    importorskip("lightning")
     for result in good(run_ranks(2, work.by_lightning_sharded, limit=400)):
         assert result["same"]
         assert result["steps"] == 2
-        assert result["value"] == pytest.approx(result["wanted"], rel=1e-6)
-        assert result["value"] == pytest.approx(result["metric"])
+        assert result["value"] == approx(result["wanted"], rel=1e-6)
+        assert result["value"] == approx(result["metric"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("bf16", [False, True])
+@mark.long
+@mark.parametrize("bf16", [False, True])
 def test_hugging_face_sharded(tmp_path, bf16):
-    pytest.importorskip("accelerate")
+    importorskip("accelerate")
     results = good(run_ranks(2, work.by_huggingface_sharded, tmp_path, bf16, limit=400))
     for result in results:
         assert result["units"] == [
@@ -69,5 +69,5 @@ def test_hugging_face_sharded(tmp_path, bf16):
         assert (
             result["value"]
             == result["by hand"]
-            == pytest.approx(result["wanted"], rel=0.05 if bf16 else 1e-6)
+            == approx(result["wanted"], rel=0.05 if bf16 else 1e-6)
         )

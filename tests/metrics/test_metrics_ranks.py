@@ -6,48 +6,49 @@ The representation is found, or asked for by name.
 import math
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from exact import gradients
+from exact import gradients, seeded
+from expected import refused
 from metrics_models import MODELS, PlainCNN, Residual, data, entropy_loss, labels, made, plain_ranks
+from pytest import approx, mark
 from single_samples import Written
 from torch import nn
 
 from fastlr import metrics
-from fastlr.errors import InputError, ModelError
+from fastlr.errors import ModelError
 
 # -- ranks
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["plain", "bfloat16", "batches", "one sample"])
-@pytest.mark.parametrize("kind", MODELS)
+@mark.parametrize("layout", ["plain", "bfloat16", "batches", "one sample"])
+@mark.parametrize("kind", MODELS)
 def test_ranks_equal_numpy(kind, layout):
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
     model = made(kind, dtype)
     x = data(kind, 1 if layout == "one sample" else 40, dtype)
     with torch.no_grad():
         wanted = plain_ranks(model.by_hand(x)[1], delta=0.05, epsilon=0.1)
-    given = (part for part in x.split(9)) if layout == "batches" else x
+    given = iter(x.split(9)) if layout == "batches" else x
     found = metrics.activation_measures(
         model, given, delta=0.05, epsilon=0.1, measures=list(wanted)
     )
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+    assert {name: float(value) for name, value in found.items()} == approx(
         wanted, rel=5e-3 if layout == "bfloat16" else 1e-5
     )
     if layout == "plain":
         assert metrics.effective_rank(model, x, delta=0.05) == wanted["effective_rank"]
-        assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(
+        assert metrics.effective_rank(model, x, kind="entropy") == approx(
             wanted["effective_rank_entropy"]
         )
         assert metrics.feature_rank(model, x, epsilon=0.1) == wanted["feature_rank"]
 
 
-@pytest.mark.parametrize("rows", [3, 30, 700])
+@mark.parametrize("rows", [3, 30, 700])
 def test_ranks_of_known_spectra(rows):
     """Rank-deficient features, in pieces of any size: singular values 4, 2, 1 and zeros."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     left = torch.linalg.qr(torch.randn(rows, 3, generator=generator, dtype=torch.float64)).Q
     right = torch.linalg.qr(torch.randn(6, 3, generator=generator, dtype=torch.float64)).Q
     x = left @ torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64)) @ right.T
@@ -56,7 +57,7 @@ def test_ranks_of_known_spectra(rows):
         assert metrics.effective_rank(model, given()) == 3
         assert metrics.effective_rank(model, given(), delta=0.2) == 2  # 6/7 = 0.857
         entropy = -sum(p * math.log(p) for p in (4 / 7, 2 / 7, 1 / 7))
-        assert metrics.effective_rank(model, given(), kind="entropy") == pytest.approx(
+        assert metrics.effective_rank(model, given(), kind="entropy") == approx(
             math.exp(entropy), rel=1e-9
         )
         assert metrics.feature_rank(model, given(), epsilon=1.5 / math.sqrt(rows)) == 2
@@ -97,25 +98,23 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+@mark.parametrize("name", FOUND)
 def test_the_last_linear_layer_is_found(name):
     model, x = headed(FOUND[name]), torch.randn(9, 4)
     with torch.no_grad():
         wanted = plain_ranks(model.a(x).relu())["effective_rank_entropy"]
-    assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(wanted, rel=1e-5)
+    assert metrics.effective_rank(model, x, kind="entropy") == approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@mark.parametrize("name", REFUSED)
 def test_without_a_last_linear_layer_the_error_says_what_there_is(name):
     head, message = REFUSED[name]
     model, x = headed(head), torch.randn(9, 4)
-    with pytest.raises(ModelError, match=f"{message}.*pass layer="):
+    with refused(f"{message}.*pass layer=", ModelError):
         metrics.effective_rank(model, x)
     with torch.no_grad():
         wanted = plain_ranks(x)["effective_rank_entropy"]
-    assert metrics.effective_rank(model, x, layer="a", kind="entropy") == pytest.approx(
-        wanted, rel=1e-5
-    )
+    assert metrics.effective_rank(model, x, layer="a", kind="entropy") == approx(wanted, rel=1e-5)
     metrics.dormant_ratio(model, x)  # which needs no last layer
 
 
@@ -124,18 +123,18 @@ def test_layer_by_name():
     with torch.no_grad():
         wanted = plain_ranks(model.norm1(model.first(x)).relu().movedim(1, -1))
     found = metrics.effective_rank(model, x, layer="second", kind="entropy")
-    assert found == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
+    assert found == approx(wanted["effective_rank_entropy"], rel=1e-5)
     assert found.details == {"n": 24 * 64, "d": 8, "layer": "second"}
     plain, x2 = made(PlainCNN), data(PlainCNN)
     with torch.no_grad():
         wanted = plain_ranks(plain.hidden(plain.body(x2).flatten(1)))
     # Which works in place.
     before_the_change = metrics.effective_rank(plain, x2, layer="act", kind="entropy")
-    assert before_the_change == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
-    with pytest.raises(InputError, match="no module of the model; its linear layers: fc"):
+    assert before_the_change == approx(wanted["effective_rank_entropy"], rel=1e-5)
+    with refused("no module of the model; its linear layers: fc"):
         metrics.feature_rank(model, x, layer="classifier")
     model.spare = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="'spare' was not called"):
+    with refused("'spare' was not called", ModelError):
         metrics.feature_rank(model, x, layer="spare")
 
 
@@ -152,7 +151,7 @@ def plain_gradients(model, x, y, loss):
     return samples, batch
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@mark.parametrize("kind", MODELS)
 def test_training_gradient_norms_equal_plain_loops(kind):
     model = made(kind, torch.float64)
     x = data(kind, 7, torch.float64)
@@ -161,22 +160,20 @@ def test_training_gradient_norms_equal_plain_loops(kind):
     model.train()  # measured in eval mode all the same
     for size in (None, 3):
         found = metrics.gradient_measures(model, x, y, entropy_loss, batch_size=size)
-        assert found["train_grad_norm"] == pytest.approx(np.mean(samples), rel=1e-9)
-        assert found["train_grad_norm"].details["stderr"] == pytest.approx(
+        assert found["train_grad_norm"] == approx(np.mean(samples), rel=1e-9)
+        assert found["train_grad_norm"].details["stderr"] == approx(
             np.std(samples, ddof=1) / 7**0.5, rel=1e-9
         )
-        assert found["train_grad_norm_batch"] == pytest.approx(batch, rel=1e-9)
+        assert found["train_grad_norm_batch"] == approx(batch, rel=1e-9)
         assert {m.details["n"] for m in found.values()} == {7}
-    assert metrics.train_grad_norm(model, x, y, entropy_loss) == pytest.approx(
-        np.mean(samples), rel=1e-9
-    )
+    assert metrics.train_grad_norm(model, x, y, entropy_loss) == approx(np.mean(samples), rel=1e-9)
 
 
 def test_losses_of_torch_are_taken_unreduced():
     model = made(PlainCNN, torch.float64)
     x = data(PlainCNN, 5, torch.float64)
     y = labels(PlainCNN, 5)
-    wanted = pytest.approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
+    wanted = approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
     module = nn.CrossEntropyLoss()
     for loss in (
         F.cross_entropy,
@@ -188,8 +185,8 @@ def test_losses_of_torch_are_taken_unreduced():
     target = torch.randn(5, 3, dtype=torch.float64)
     squares = plain_gradients(model, x, target, lambda z, t: (z - t).square())
     found = metrics.gradient_measures(model, x, target, nn.MSELoss())
-    assert found["train_grad_norm"] == pytest.approx(np.mean(squares[0]), rel=1e-9)
-    assert found["train_grad_norm_batch"] == pytest.approx(squares[1], rel=1e-9)
+    assert found["train_grad_norm"] == approx(np.mean(squares[0]), rel=1e-9)
+    assert found["train_grad_norm_batch"] == approx(squares[1], rel=1e-9)
 
 
 def test_training_gradient_norm_in_half_precision():
@@ -197,7 +194,7 @@ def test_training_gradient_norm_in_half_precision():
     wanted = metrics.gradient_measures(exact, x, y, F.cross_entropy)
     found = metrics.gradient_measures(exact.bfloat16(), x.bfloat16(), y, F.cross_entropy)
     for name in wanted:
-        assert found[name] == pytest.approx(wanted[name], rel=0.1)
+        assert found[name] == approx(wanted[name], rel=0.1)
     metrics.train_grad_norm(exact, x.bfloat16(), torch.ones(6, 3, dtype=torch.bfloat16), F.mse_loss)
     # a loss so confident that its gradient squared is below the smallest bfloat16
     exact.head.bias.data[:] = torch.tensor([100.0, 0.0, 0.0])

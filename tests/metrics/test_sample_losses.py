@@ -1,17 +1,19 @@
 """Losses that mix samples are refused; those of each sample's own row give what a loop gives."""
 
-import pytest
 import torch
 import torch.nn.functional as F
+from exact import seeded
+from expected import refused
+from pytest import approx, mark
+from single_samples import Written
 from torch import nn
 
 import fastlr
 from fastlr import metrics
-from fastlr.errors import InputError
 
 CLASSES = 6
-KEYS = torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(3))
-WEIGHTS = torch.rand(8, generator=torch.Generator().manual_seed(4)) + 0.5
+KEYS = torch.randn(9, CLASSES, generator=seeded(3))
+WEIGHTS = torch.rand(8, generator=seeded(4)) + 0.5
 
 
 def made(samples=8, dtype=torch.float64, seed=0):
@@ -107,8 +109,8 @@ MIXING = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("name", MIXING)
+@mark.filterwarnings("ignore:Using a target size")
+@mark.parametrize("name", MIXING)
 def test_losses_that_mix_samples_are_refused(name):
     for dtype, samples, size in (
         (torch.float64, 8, None),
@@ -116,8 +118,67 @@ def test_losses_that_mix_samples_are_refused(name):
         (torch.float64, 8, 4),
     ):
         model, x, y = made(samples, dtype)
-        with pytest.raises(InputError, match="mixes samples.*a gradient of its own.*closed over"):
+        with refused("mixes samples.*a gradient of its own.*closed over"):
             metrics.train_grad_norm(model, x, y, MIXING[name], batch_size=size)
+
+
+def one_hot(place, losses):
+    return F.one_hot(place, len(losses)).to(losses)
+
+
+# What one number for all samples, or a weight by rank, makes of the losses of a few: with two
+# samples it may fall on the same place for them and for copies of one.
+OF_FEW = {
+    "smallest": lambda losses, y: losses.min(0).values.expand(len(y)),
+    "largest": lambda losses, y: losses.max(0).values.expand(len(y)),
+    "second": lambda losses, y: losses.kthvalue(min(2, len(y))).values.expand(len(y)),
+    "last": lambda losses, y: losses.kthvalue(len(y)).values.expand(len(y)),
+    "median": lambda losses, y: losses.median(0).values.expand(len(y)),
+    "sorted, one": lambda losses, y: losses.sort(stable=True).values[len(y) // 2].expand(len(y)),
+    "of the first": lambda losses, y: losses[:1].expand(len(y)),
+    "chosen by place": lambda losses, y: losses[torch.arange(len(y)) // 2],
+    "of the largest label": lambda losses, y: losses[y.argmax()].expand(len(y)),
+    "of the smallest label": lambda losses, y: losses[y.argmin()].expand(len(y)),
+    "smallest so far": lambda losses, y: losses.cummin(0).values,
+    "largest so far": lambda losses, y: losses.cummax(0).values,
+    "smallest alone": lambda losses, y: losses * one_hot(losses.detach().argmin(), losses),
+    "largest alone": lambda losses, y: losses * one_hot(losses.detach().argmax(), losses),
+    "largest label alone": lambda losses, y: losses * one_hot(y.argmax(), losses),
+    "by rank": lambda losses, y: losses * (1 + losses.detach().argsort(stable=True).argsort()),
+    "by rank of label": lambda losses, y: losses * (1 + y.argsort(stable=True).argsort()),
+    "sorted, weighted": lambda losses, y: losses.sort().values * torch.arange(1, 1 + len(y)),
+}
+
+
+@mark.parametrize("name", OF_FEW)
+@mark.parametrize("samples", [2, 3, 4])
+def test_losses_of_a_few_samples_that_choose_among_them_are_refused(name, samples):
+    for seed in range(3):
+        model, x, _ = made(samples, seed=seed)
+        y = torch.randperm(CLASSES)[:samples]
+        for size in (None, 2):
+            with refused("mixes samples|is that of another"):
+                metrics.train_grad_norm(
+                    model, x, y, lambda z, t: OF_FEW[name](entropy(z, t), t), batch_size=size
+                )
+
+
+@mark.parametrize("samples", [2, 3, 4])
+def test_weights_by_place_of_a_few_samples_stay_accepted(samples):
+    model, x, y = made(samples)
+    for weights in (WEIGHTS[:samples], torch.arange(float(samples)), torch.ones(samples)):
+        value = metrics.train_grad_norm(model, x, y, lambda z, t, w=weights: w * entropy(z, t))
+        looped_over = looped(model, x, lambda z, w=weights: w * entropy(z, y), samples)
+        assert value == approx(looped_over, rel=1e-9)
+
+
+def test_elements_that_a_loss_keeps_may_be_as_many_as_the_samples():
+    """All of one sample: they go with it to its other places."""
+    torch.manual_seed(0)
+    model, x = logits_along(0), torch.randn(2, 3, 3).double()
+    y = torch.tensor([[1, 2, -100], [-100, -100, -100]])
+    wanted = looped(model, x, lambda z: entropy(z.mT, y), samples=2)
+    assert metrics.train_grad_norm(model, x, y, of_some_tokens) == approx(wanted, rel=1e-9)
 
 
 def changed(change):
@@ -131,7 +192,7 @@ def of_its_mean(_, __, losses):
     return losses / losses.detach().mean()
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "change",
     [
         lambda loss: loss.register_forward_hook(of_its_mean),
@@ -140,23 +201,21 @@ def of_its_mean(_, __, losses):
         lambda loss: setattr(loss, "forward", over(lambda losses: losses.detach().mean())),
     ],
 )
-def test_losses_of_torch_with_a_hook_or_a_forward_of_the_users_are_asked(
-    change,
-):
+def test_losses_of_torch_with_a_hook_or_a_forward_of_the_users_are_asked(change):
     model, x, y = made()
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.train_grad_norm(model, x, y, changed(change))
 
 
 def test_losses_of_torch_are_asked_under_a_hook_of_all_modules():
     model, x, y = made()
-    hook = nn.modules.module.register_module_forward_hook(
-        lambda module, given, out: (
-            of_its_mean(module, given, out) if isinstance(module, nn.CrossEntropyLoss) else None
-        )
-    )
+
+    def of_losses(module, given, out):
+        return of_its_mean(module, given, out) if isinstance(module, nn.CrossEntropyLoss) else None
+
+    hook = nn.modules.module.register_module_forward_hook(of_losses)
     try:
-        with pytest.raises(InputError, match="mixes samples"):
+        with refused("mixes samples"):
             metrics.train_grad_norm(model, x, y, nn.CrossEntropyLoss())
     finally:
         hook.remove()
@@ -166,19 +225,19 @@ def test_a_sample_that_any_other_moves_is_met_alone():
     """The last one's label is the largest so far, and all before it are large."""
     model, x, _ = made(16)
     y = torch.tensor([CLASSES - 1] * 15 + [0])
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.train_grad_norm(model, x, y, lambda z, y: entropy(z, y.cummax(0).values))
 
 
 def test_every_measure_asks():
     model, x, y = made(16)
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.gradient_measures(model, x, y, info_nce)
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.measures(model, ["train_grad_norm"], x=x, y=y, loss=info_nce)
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         fastlr.gradient_noise_scale(model, x, y, info_nce, groups=2)
-    with pytest.raises(InputError, match="mixes samples"):  # of a part the mean loss is another
+    with refused("mixes samples"):  # of a part the mean loss is another
         metrics.gradient_measures(
             model, x, y, info_nce, measures=["train_grad_norm_batch"], batch_size=4
         )
@@ -188,7 +247,7 @@ def test_the_whole_batch_has_a_gradient_where_samples_mix():
     model, x, y = made()
     got = metrics.gradient_measures(model, x, y, info_nce, measures=["train_grad_norm_batch"])
     grads = torch.autograd.grad(info_nce(model(x), y).mean(), list(model.parameters()))
-    assert got["train_grad_norm_batch"] == pytest.approx(
+    assert got["train_grad_norm_batch"] == approx(
         float(sum(g.square().sum() for g in grads)), rel=1e-9
     )
 
@@ -217,7 +276,7 @@ def with_class_weights(z, y):
 
 
 def with_a_seed(z, y):
-    noise = torch.randn(len(z), CLASSES, generator=torch.Generator().manual_seed(0)).to(z.dtype)
+    noise = torch.randn(len(z), CLASSES, generator=seeded(0)).to(z.dtype)
     return entropy(z + noise, y)
 
 
@@ -257,7 +316,7 @@ def looped(model, x, losses, samples=8):
     return total / samples
 
 
-@pytest.mark.parametrize("name", OWN)
+@mark.parametrize("name", OWN)
 def test_losses_of_each_sample_stay_accepted(name):
     loss = OWN[name]
     for dtype, size in (
@@ -270,7 +329,7 @@ def test_losses_of_each_sample_stay_accepted(name):
         value = metrics.train_grad_norm(model, x, y, loss, batch_size=size)
         if dtype == torch.float64 and name not in ("sorted", "some", "in bfloat16"):
             plain = Focal("none") if name == "focal" else loss
-            assert value == pytest.approx(
+            assert value == approx(
                 looped(model, x, lambda z, y=y, plain=plain: plain(z, y)), rel=1e-4
             )
 
@@ -287,11 +346,11 @@ def test_constants_of_a_place_go_with_the_whole_batch():
     ]
     for loss in of_places:
         value = metrics.train_grad_norm(model, x, y, loss)
-        assert value == pytest.approx(looped(model, x, lambda z, loss=loss: loss(z, y)), rel=1e-9)
-    with pytest.raises(InputError, match="fails on a part of the samples .*as a part of y"):
+        assert value == approx(looped(model, x, lambda z, loss=loss: loss(z, y)), rel=1e-9)
+    with refused("fails on a part of the samples .*as a part of y"):
         metrics.train_grad_norm(model, x, y, of_places[0], batch_size=4)
     for loss in of_places[1:]:
-        with pytest.raises(InputError, match="depends on its place or on the number of samples"):
+        with refused("depends on its place or on the number of samples"):
             metrics.train_grad_norm(model, x, y, loss, batch_size=4)
 
 
@@ -307,73 +366,58 @@ def test_weights_of_samples_may_be_a_part_of_y():
         ),
     ]
     for target, loss in given:
-        wanted = pytest.approx(
-            looped(model, x, lambda z, t=target, loss=loss: loss(z, t)), rel=1e-9
-        )
+        wanted = approx(looped(model, x, lambda z, t=target, loss=loss: loss(z, t)), rel=1e-9)
         assert metrics.train_grad_norm(model, x, target, loss) == wanted
         assert metrics.train_grad_norm(model, x, target, loss, batch_size=4) == wanted
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.train_grad_norm(
             model, x, (y, weights), lambda z, t: t[1] / t[1].mean() * entropy(z, t[0])
         )
 
 
-class LogitsAlongAxis(nn.Module):
+def logits_along(axis):
     """Logits at several positions, samples along axis 0 or 1."""
-
-    def __init__(self, axis):
-        super().__init__()
-        self.linear, self.axis = nn.Linear(3, CLASSES).double(), axis
-
-    def forward(self, x):
-        return (
-            self.linear(x.transpose(0, self.axis))
-            .cumsum(1 - self.axis)
-            .transpose(0, self.axis)
-            .contiguous()
-        )
+    return Written(
+        lambda m, x: (
+            m.linear(x.transpose(0, axis)).cumsum(1 - axis).transpose(0, axis).contiguous()
+        ),
+        linear=nn.Linear(3, CLASSES).double(),
+    )
 
 
-@pytest.mark.parametrize("length", [5, 4])  # 4 as many as there are samples
+@mark.parametrize("length", [5, 4])  # 4 as many as there are samples
 def test_losses_of_tokens(length):
     torch.manual_seed(0)
     x = torch.randn(4, length, 3, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (4, length))
-    model = LogitsAlongAxis(0)
-    wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
+    model = logits_along(0)
+    wanted = approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
     assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
     assert metrics.train_grad_norm(model, x, y, of_tokens, batch_size=2) == wanted
     assert metrics.train_grad_norm(model, x, y, lambda z, t: entropy(z.mT, t)) == wanted
     kept = y.clone()
     kept[:, ::2] = -100
-    wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, kept), samples=4), rel=1e-9)
+    wanted = approx(looped(model, x, lambda z: entropy(z.mT, kept), samples=4), rel=1e-9)
     assert metrics.train_grad_norm(model, x, kept, of_some_tokens) == wanted
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         metrics.train_grad_norm(
             model, x, kept, lambda z, t: of_some_tokens(z, t) / of_some_tokens(z, t).detach().mean()
         )
 
 
-@pytest.mark.parametrize("length", [5, 4])
+@mark.parametrize("length", [5, 4])
 def test_losses_of_samples_along_another_axis(length):
     torch.manual_seed(0)
     x = torch.randn(length, 4, 3, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (length, 4))
 
-    class TimeFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, CLASSES).double()
-
-        def forward(self, x):
-            return self.linear(x).cumsum(0)
-
-    model, axes = TimeFirst(), {"in_dim": 1, "out_dim": 1}
+    model = Written(lambda m, x: m.linear(x).cumsum(0), linear=nn.Linear(3, CLASSES).double())
+    axes = {"in_dim": 1, "out_dim": 1}
     value = metrics.train_grad_norm(model, x, y, of_tokens, **axes)
-    assert value == pytest.approx(
+    assert value == approx(
         looped(model, x, lambda z: of_tokens(z, y).view(y.shape).T, samples=4), rel=1e-9
     )
-    with pytest.raises(InputError, match="mixes samples"):
+    with refused("mixes samples"):
         # Its classes are on axis 1, where the samples are.
         metrics.train_grad_norm(
             model, x, torch.randint(0, 4, (length, CLASSES)), F.cross_entropy, **axes
@@ -404,7 +448,7 @@ def test_losses_that_are_random_are_refused():
             lambda z, t: entropy(z + 0.1 * torch.randn_like(z), t),
         ):
             state = torch.random.get_rng_state()
-            with pytest.raises(InputError, match="draws random numbers"):
+            with refused("draws random numbers"):
                 metrics.train_grad_norm(model, x, y, loss)
             assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -437,11 +481,11 @@ def test_a_single_sample_has_no_company():
     got = metrics.train_grad_norm(
         model, x, y, lambda z, t: -z.log_softmax(1)[0, t[0]], batch_size=1
     )
-    assert got == pytest.approx(wanted, rel=1e-9)
+    assert got == approx(wanted, rel=1e-9)
 
 
 def test_a_loss_of_its_own_parameters_alone():
     model, x, y = made()
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(InputError, match="does not depend on the output"):
+    with refused("does not depend on the output"):
         metrics.train_grad_norm(model, x, y, lambda z, t: weight * z.detach().sum(1))

@@ -6,6 +6,7 @@ That is known without a GPU, by asking the launchers.
 import interpreter
 import pytest
 import torch
+from pytest import importorskip, mark
 
 from bench import kernel_cases
 from bench.convolution_cases import geometry
@@ -14,12 +15,12 @@ from fastlr.ops import dispatch, kernel_calls, kernel_checks
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import gathered
 
-pytest.importorskip("triton")
-launching = pytest.importorskip("fastlr.kernels.launching")
+importorskip("triton")
+launching = importorskip("fastlr.kernels.launching")
 
 
 def kind(name, *args):
-    return kernel_checks.kind_of_call(dispatch._launcher(name), args, ops.SAMPLES[name])
+    return kernel_checks.kind_of_call(dispatch._kernel_launcher(name), args, ops.SAMPLES[name])
 
 
 def pointwise(channels, *, size=(4, 4), count=2):
@@ -49,7 +50,7 @@ ALIKE = {  # calls that look alike: what decides between them is in no signature
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
+@mark.parametrize("case", ALIKE)
 def test_calls_that_look_alike_are_of_two_kinds_where_variants_differ(case):
     name, *calls = ALIKE[case]
     alike = {kernel_checks.signature(args, ops.SAMPLES[name]) for args in calls}
@@ -64,7 +65,9 @@ def test_other_values_and_samples_are_no_new_kind():
 
 
 def test_asking_launches_nothing():
-    (noted,) = kernel_checks.variants(dispatch._launcher("dense_sq_norms"), (torch.ones(3, 7),))
+    (noted,) = kernel_checks.variants(
+        dispatch._kernel_launcher("dense_sq_norms"), (torch.ones(3, 7),)
+    )
     assert noted.startswith("row_norms_kernel(norms=*float64, a=*float32, g=None, a_sample=i32")
     assert "a_column=i32 1" in noted
     assert "BLOCK=1024, num_warps=4" in noted
@@ -78,16 +81,7 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch):
     """Kernels that give what plain torch does, launched as on a GPU."""
     compared = []
 
-    def agrees(
-        self,
-        name,
-        kind,
-        kernel,
-        twin,
-        args,
-        samples,
-        result,
-    ):
+    def agrees(self, name, kind, kernel, twin, args, *_):
         compared.append(args[0].tensor.shape[1])
         self._known.add((name, kind, -1))
         return True
@@ -140,7 +134,7 @@ def test_zeros_are_replaced_by_numbers_on_as_many_samples():
 
 def triton_keys(seed, calls):
     """Kinds of calls of random sizes, each with what Triton itself would compile for it."""
-    jit = pytest.importorskip("triton.runtime.jit")
+    jit = importorskip("triton.runtime.jit")
     if not hasattr(jit, "create_function_from_signature"):
         pytest.skip("this version of Triton tells nothing without a GPU")
     from triton.backends.compiler import GPUTarget
@@ -203,8 +197,8 @@ def test_a_kind_is_compiled_once():
     check_kinds(0, 6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
+@mark.long
+@mark.parametrize("seed", range(4))
 def test_many_kinds_are_compiled_once(seed):
     check_kinds(seed, 60)
 
@@ -230,7 +224,7 @@ def in_float32(channels):
     return Loaded(x.tensor.float()), block._replace(weight=weight, folded=weight)
 
 
-@pytest.mark.long
+@mark.long
 def test_variants_are_known_in_the_interpreter(tmp_path):
     found = interpreter.interpreted(RUN, tmp_path)
     assert [name for name, _ in found] == ["folded_conv"] * len(found)

@@ -4,12 +4,12 @@ Those that take most registers or shared memory are compiled for one architectur
 them in the long tests.
 """
 
-import pytest
+from pytest import importorskip, mark
 
 from bench import compile_kernels
 from fastlr import ops
 
-triton = pytest.importorskip("triton")
+triton = importorskip("triton")
 
 MODULES = compile_kernels.kernel_modules()
 OF_OPS = {
@@ -28,7 +28,7 @@ def require_no_problem(module, records):
     assert all(0 < record["registers"] <= limit for record in records)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@mark.parametrize("module", MODULES)
 def test_extreme_kernels_compile_without_spills(module):
     require_no_problem(
         module,
@@ -36,9 +36,9 @@ def test_extreme_kernels_compile_without_spills(module):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("architecture", compile_kernels.ARCHITECTURES)
-@pytest.mark.parametrize("module", MODULES)
+@mark.long
+@mark.parametrize("architecture", compile_kernels.ARCHITECTURES)
+@mark.parametrize("module", MODULES)
 def test_kernels_compile_without_spills(module, architecture, record_property):
     records = compile_kernels.run_module(module, (architecture,))
     for record in records:
@@ -69,13 +69,6 @@ def test_what_does_not_fit_would_be_seen():
     assert compile_kernels.problems([{**fits, "arch": 90, "shared": 227 << 10}]) == []
 
 
-def test_table_is_markdown():
-    assert (
-        "| a[fp32] | 4 | 40 / 512 / 0 / 48 | 40 / 512 / 0 / 48 |"
-        in table_of(40, (80, 90)).splitlines()
-    )
-
-
 def table_of(registers, architectures=compile_kernels.ARCHITECTURES, spills=0):
     record = {
         "case": "a[fp32]",
@@ -96,7 +89,7 @@ def test_a_table_is_read_back_and_compared_with_an_earlier_one():
     assert "| module |  | 64 / 8 / 32 / 32 |" in compile_kernels.comparison("", after).splitlines()
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("arch", "warps", "registers", "shared", "resident"),
     [
         (

@@ -5,12 +5,11 @@ The interpreter is Triton's; a GPU is used where there is one.
 The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
 """
 
-from importlib.util import find_spec
-
 import interpreter
-import pytest
 import torch
 from agreement import assert_near, pairs
+from expected import needs_gpu, needs_triton
+from pytest import fixture, mark
 from torch import Tensor
 
 from bench.convolution_cases import case, depthwise_cases, folded_calls
@@ -19,7 +18,7 @@ from fastlr.ops.block import changed
 from fastlr.ops.kernel_calls import moved
 from fastlr.ops.reference.folded import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = needs_triton
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -48,7 +47,10 @@ SLOW = (
     "|gelu_tanh|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
     "|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$"
     "|^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)"
-    "|norms-only|no-padding|1x1-stride|x-last|planes)$"
+    "|norms-only|no-padding|1x1-stride|x-last|planes|last|residual|before-hardswish)$"
+    # what another case that is quick has too: its options, strides or split
+    "|^(residual|no-padding)$|^pointwise-((last|x-last|expanded)-odd|planes|sliced|split"
+    "|few-positions-gate)$"
 )
 LOW = {  # chosen for the tiles of low precision
     "expand": case(2, 8, 40, (9, 8), "hardswish"),
@@ -87,8 +89,7 @@ def run(cases):
 
 
 cases, norms, low, left = given
-results = {"claims": claims}
-results |= {"norms": run(norms), "cases": run(cases), "left": run(left)}
+results = {"norms": run(norms), "cases": run(cases), "left": run(left)}
 results["again"] = run(dict(list(cases.items())[::10]))
 with ops.using("triton"):
     backward = {name: calls["folded_conv_backward"] for name, calls in left.items()}
@@ -122,7 +123,7 @@ for name, kernel, signature, flags, options in pointwise_cases:
 """
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter, some twice."""
     cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
@@ -144,8 +145,8 @@ def definition(op, args):
     return ops.get(op, "reference")(*args)
 
 
-@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
-@pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
+@mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_kernels_agree_with_the_definition(name, op, interpreted):
     args, got = CASES[name][op], interpreted["cases"][name, op]
     check_results(got, definition(op, args), TOLERANCE[torch.float32])
@@ -158,7 +159,7 @@ def test_kernels_agree_with_the_definition(name, op, interpreted):
         assert all(t.dtype == x.tensor.dtype for t in got)
 
 
-@pytest.mark.parametrize("name", interpreter.params(NORMS, SLOW))
+@mark.parametrize("name", interpreter.params(NORMS, SLOW))
 def test_norms_of_depthwise_convolutions(name, interpreted):
     for op, args in NORMS[name].items():
         got = interpreted["norms"][name, op]
@@ -166,8 +167,8 @@ def test_norms_of_depthwise_convolutions(name, interpreted):
         check_results(got, definition(op, args), TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
-@pytest.mark.parametrize("name", list(LOW))
+@mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@mark.parametrize("name", list(LOW))
 def test_tiles_of_low_precision(name, op, interpreted):
     check_results(
         interpreted["low"][name, op], definition(op, LOW[name][op]), TOLERANCE[torch.float32]
@@ -181,7 +182,7 @@ def test_same_call_same_bits(interpreted):
             assert a is b is None or torch.equal(a, b), key
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "name",
     interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][4]), SLOW),
 )
@@ -206,7 +207,7 @@ def test_input_gradient_is_that_of_autograd(name, interpreted):
     check_results((got[0], *got[5:]), want if gate.ndim else want[:1], TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
+@mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_output_has_the_memory_format_of_the_input(name, interpreted):
     x = CASES[name]["folded_conv"][0].tensor
     out = interpreted["cases"][name, "folded_conv"][0]
@@ -216,7 +217,7 @@ def test_output_has_the_memory_format_of_the_input(name, interpreted):
         assert out.is_contiguous()
 
 
-@pytest.mark.parametrize("name", list(LEFT))
+@mark.parametrize("name", list(LEFT))
 def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
     assert interpreted["left"][name, "folded_conv_backward"] is NotImplemented
     if name not in ("large-kernel", "mean-of-no-activation"):
@@ -225,18 +226,10 @@ def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
     check_results(interpreted["left_run"][name], wanted, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("name", ["forward_tile", "backward_tile"])
+@mark.parametrize("name", ["forward_tile", "backward_tile"])
 def test_every_pointwise_tile_is_compiled(name, interpreted):
     assert interpreted["tiles"][name]
     assert interpreted["tiles"][name] - interpreted["compiled"][name] == set()
-
-
-def test_what_kernels_tell_the_compiler_holds(interpreted):
-    """Sizes, strides and addresses are multiples of what is loaded at once, as kernels claim.
-
-    On a GPU a false claim goes wrong silently.
-    """
-    assert interpreted["claims"] == []
 
 
 # --- on a GPU
@@ -249,9 +242,9 @@ def on_gpu(args, dtype, op):
     return gpu, tuple(changed(lambda a, _: a.cpu().float() if isinstance(a, Tensor) else a, gpu))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@needs_gpu
+@mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_gpu_agrees_with_the_definition(dtype, op):
     for name, calls in (CASES | LOW).items():
         gpu, wide = on_gpu(calls[op], dtype, op)
@@ -264,7 +257,7 @@ def test_gpu_agrees_with_the_definition(dtype, op):
             raise AssertionError(name) from error
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_gpu_same_call_same_bits():
     for calls in CASES.values():
         for op, args in calls.items():

@@ -3,19 +3,18 @@
 The interpreter is Triton's; a GPU is used if there is one.
 """
 
-from importlib.util import find_spec
-
 import interpreter
-import pytest
 import torch
 from agreement import assert_near, pairs
+from expected import needs_gpu, needs_triton
+from pytest import fixture, mark
 
 from bench.convolution_cases import conv_cases, convolution, geometry, moments_cases
 from bench.kernel_cases import dense_cases, linear_cases
 from fastlr import ops
 from fastlr.ops.kernel_calls import channels_last, draw, moved, plain_block
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = needs_triton
 TOLERANCE = {
     torch.float32: 1e-4,
     torch.bfloat16: 2e-3,
@@ -77,6 +76,10 @@ SLOW = (
     r"3x3_large|5_strided|twice|stem|(3x3_\w+|3x5\w*|pointwise_\w+|dilated)-(t|m|c)|"
     "gram-(blocks|common|vectors-)|two-tiles-square|tap-a-tile-grouped|vectors-channels"
 )
+# In full precision the folded op, which shares the kernel, has these quick.
+SLOW_OR_ALIKE = (
+    f"{SLOW}|^conv_sq_norms-(3x3-(vectors|strided-view|mixed|tap-a-tile)|3x3_few|pointwise_grouped)"
+)
 
 RUN = """
 from bench import kernel_variants
@@ -119,7 +122,7 @@ compiled = {
 watch(product_norms, "product_norms_kernel")
 watch(linear_norms, "gram_norms_kernel")
 cases, wide, left = given
-results = {"claims": claims, "cases": run(cases), "left": run(left)}
+results = {"cases": run(cases), "left": run(left)}
 with ops.using("triton"):
     results["left_run"] = {key: ops.run(key[0], *args) for key, args in left.items()}
 choose_tile, gram_block = product_norms.choose_tile, linear_norms.gram_block
@@ -155,10 +158,11 @@ def left_to_torch():
 LEFT = left_to_torch()
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter."""
-    cases, wide = (interpreter.chosen(request, some, SLOW) for some in (CASES, WIDE))
+    cases = interpreter.chosen(request, CASES, SLOW_OR_ALIKE)
+    wide = interpreter.chosen(request, WIDE, SLOW)
     return interpreter.interpreted(RUN, tmp_path_factory.mktemp("norms"), (cases, wide, LEFT))
 
 
@@ -168,17 +172,17 @@ def check_norms(got, key, args, tolerance):
     assert_near(got, ops.get(key[0], "reference")(*args), tolerance)
 
 
-@pytest.mark.parametrize("key", interpreter.params(CASES, SLOW))
+@mark.parametrize("key", interpreter.params(CASES, SLOW_OR_ALIKE))
 def test_interpreted(key, interpreted):
     check_norms(interpreted["cases"][key], key, CASES[key], 2e-5)
 
 
-@pytest.mark.parametrize("key", interpreter.params(WIDE, SLOW))
+@mark.parametrize("key", interpreter.params(WIDE, SLOW))
 def test_tiles_of_low_precision(key, interpreted):
     check_norms(interpreted["wide"][key], key, WIDE[key], 2e-5)
 
 
-@pytest.mark.parametrize("key", LEFT, ids="-".join)
+@mark.parametrize("key", LEFT, ids="-".join)
 def test_left_to_torch(key, interpreted):
     assert interpreted["left"][key] is NotImplemented
     got = interpreted["left_run"][key]
@@ -191,17 +195,9 @@ def test_every_configuration_that_was_chosen_is_compiled(interpreted):
     assert interpreted["not_run"] == set()
 
 
-def test_what_kernels_tell_the_compiler_holds(interpreted):
-    """Sizes, strides and addresses are multiples of what is loaded at once, as kernels claim.
-
-    On a GPU a false claim goes wrong silently.
-    """
-    assert interpreted["claims"] == []
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("key", BOTH, ids="-".join)
+@needs_gpu
+@mark.parametrize("dtype", TOLERANCE, ids=str)
+@mark.parametrize("key", BOTH, ids="-".join)
 def test_gpu(key, dtype):
     args = moved(key[0], BOTH[key], torch.device("cuda"), dtype)
     got = ops.get(key[0], "triton")(*args)

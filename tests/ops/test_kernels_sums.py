@@ -6,9 +6,10 @@ In Triton's interpreter and, where there is one, on a GPU.
 from types import SimpleNamespace
 
 import interpreter
-import pytest
 import torch
 from agreement import assert_near, pairs
+from expected import needs_gpu
+from pytest import fixture, mark, raises
 
 from bench.kernel_cases import CASES as EVERY
 from fastlr import ops
@@ -68,47 +69,7 @@ for op, cases in given.items():
     run = ops.get(op, "triton")
     made = {name: run(*args) for name, args in cases.items()}
     results[op] = {name: "left to torch" if t is NotImplemented else t for name, t in made.items()}
-assert not claims, claims
 """
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
-    """Every case by its Triton kernel in the interpreter."""
-    cases = {
-        op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}}
-        for op in OPS
-    }
-    return interpreter.interpreted(RUN_CASES, tmp_path_factory.mktemp("interpreted"), cases)
-
-
-@pytest.mark.parametrize(("op", "case"), NAMES)
-def test_triton_gives_the_definition(op, case, interpreted):
-    check_sums(op, interpreted[op][case], ops.get(op, "reference")(*CASES[op][case]), tolerance(op))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("op", "case"), NAMES)
-def test_torch_gives_the_definition(op, case, dtype):
-    args = moved(op, CASES[op][case], torch.device("cpu"), dtype)
-    check_sums(op, ops.get(op, "torch")(*args), ops.get(op, "reference")(*args), tolerance(op))
-
-
-@pytest.mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in LEFT_TO_TORCH[op]])
-def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
-    args = LEFT_TO_TORCH[op][case]
-    assert interpreted[op][f"left-{case}"] == "left to torch"
-    if case != "vocabulary":  # the definition would take a matrix of its square
-        check_sums(op, ops.run(op, *args), ops.get(op, "reference")(*args), tolerance(op))
-
-
-def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
-    """Long sums, divided among programs, give one sample the bits that it has in a batch."""
-    assert CASES["channel_sums"]["long-pair"][0][:1].equal(CASES["channel_sums"]["long"][0])
-    for alone, pair in pairs(
-        interpreted["channel_sums"]["long"], interpreted["channel_sums"]["long-pair"]
-    ):
-        assert torch.equal(alone[0], pair[0])
 
 
 RUN_MODELS = """
@@ -165,13 +126,58 @@ for backend in ("torch", "triton"):
     with ops.using(backend):
         v = fastlr.Categorical(dim=1).cotangent(z, "rademacher", index, 1)
         found["cotangent", backend] = {"v": v}
-results = found, ran
+results = results, found, ran
 """
 
 
-def test_estimates_reach_the_kernels(tmp_path):
+@fixture(scope="module")
+def in_interpreter(tmp_path_factory):
+    """Every case by its Triton kernel, models' results on kernels and plain, ops that ran."""
+    cases = {
+        op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}}
+        for op in OPS
+    }
+    folder = tmp_path_factory.mktemp("interpreted")
+    return interpreter.interpreted(RUN_CASES + RUN_MODELS, folder, cases)
+
+
+@fixture(scope="module")
+def interpreted(in_interpreter):
+    return in_interpreter[0]
+
+
+@mark.parametrize(("op", "case"), NAMES)
+def test_triton_gives_the_definition(op, case, interpreted):
+    check_sums(op, interpreted[op][case], ops.get(op, "reference")(*CASES[op][case]), tolerance(op))
+
+
+@mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@mark.parametrize(("op", "case"), NAMES)
+def test_torch_gives_the_definition(op, case, dtype):
+    args = moved(op, CASES[op][case], torch.device("cpu"), dtype)
+    check_sums(op, ops.get(op, "torch")(*args), ops.get(op, "reference")(*args), tolerance(op))
+
+
+@mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in LEFT_TO_TORCH[op]])
+def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
+    args = LEFT_TO_TORCH[op][case]
+    assert interpreted[op][f"left-{case}"] == "left to torch"
+    if case != "vocabulary":  # the definition would take a matrix of its square
+        check_sums(op, ops.run(op, *args), ops.get(op, "reference")(*args), tolerance(op))
+
+
+def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
+    """Long sums, divided among programs, give one sample the bits that it has in a batch."""
+    assert CASES["channel_sums"]["long-pair"][0][:1].equal(CASES["channel_sums"]["long"][0])
+    for alone, pair in pairs(
+        interpreted["channel_sums"]["long"], interpreted["channel_sums"]["long-pair"]
+    ):
+        assert torch.equal(alone[0], pair[0])
+
+
+def test_estimates_reach_the_kernels(in_interpreter):
     """Whole models with these ops on their kernels, in the interpreter, against plain torch."""
-    found, ran = interpreter.interpreted(RUN_MODELS, tmp_path, OPS)
+    _, found, ran = in_interpreter
     # The fused RMS norm has a node of its own on a GPU only.
     assert set(OPS) - {"rms_norm_sums"} <= set(ran)
     for name in ("images", "tokens", "cotangent"):
@@ -193,7 +199,7 @@ def test_rule_of_the_fused_rms_norm():
     found = RULES["FusedRmsNormBackward0"](site, [1])[1]
     torch.testing.assert_close(found.dense(0, 4), (x * g * rrms).sum(0))
     inside = Site(node, (g,), {0: Regular(2, 1, 1)}, 2, {1: torch.Size((2, 3))})
-    with pytest.raises(Unsupported):
+    with raises(Unsupported):
         RULES["FusedRmsNormBackward0"](inside, [1])
 
 
@@ -201,9 +207,9 @@ def test_rule_of_the_fused_rms_norm():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("op", "case"), NAMES)
+@needs_gpu
+@mark.parametrize("dtype", FLOATS, ids=str)
+@mark.parametrize(("op", "case"), NAMES)
 def test_gpu_gives_the_definition(op, case, dtype):
     args = moved(op, CASES[op][case], torch.device("cuda"), dtype)
     run = ops.get(op, "triton")

@@ -4,8 +4,10 @@ The interpreter works in float32.
 """
 
 import interpreter
-import pytest
 import torch
+from expected import needs_gpu
+from pytest import fixture, mark
+from single_samples import Written
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -15,39 +17,31 @@ from fastlr.ghost.api import engine_for
 from fastlr.ops import dispatch as ops
 
 
-class SqueezeExcite(nn.Module):
+def squeeze_excite(channels):
     """Scales channels by a function of their means."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.scale = nn.Sequential(
+    return Written(
+        lambda m, x: x * m.scale(m.pool(x)),
+        pool=nn.AdaptiveAvgPool2d(1),
+        scale=nn.Sequential(
             nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
-        )
-
-    def forward(self, x):
-        return x * self.scale(self.pool(x))
+        ),
+    )
 
 
-class Inverted(nn.Module):
+def inverted(channels, wide, kernel, act, se):
     """An inverted residual block: pointwise, depthwise, squeeze and excite, pointwise."""
-
-    def __init__(self, channels, wide, kernel, act, se):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, wide, 1, bias=False),
-            nn.BatchNorm2d(wide, eps=1e-3),
-            act(),
-            nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False),
-            nn.BatchNorm2d(wide),
-            act(),
-            SqueezeExcite(wide) if se else nn.Identity(),
-            nn.Conv2d(wide, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x):
-        return x + self.body(x)
+    body = nn.Sequential(
+        nn.Conv2d(channels, wide, 1, bias=False),
+        nn.BatchNorm2d(wide, eps=1e-3),
+        act(),
+        nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False),
+        nn.BatchNorm2d(wide),
+        act(),
+        squeeze_excite(wide) if se else nn.Identity(),
+        nn.Conv2d(wide, channels, 1, bias=False),
+        nn.BatchNorm2d(channels),
+    )
+    return Written(lambda m, x: x + m.body(x), body=body)
 
 
 def mobile():
@@ -55,8 +49,8 @@ def mobile():
         nn.Conv2d(3, 6, 3, 2, 1, bias=False),
         nn.BatchNorm2d(6),
         nn.Hardswish(),
-        Inverted(6, 17, 3, nn.ReLU, False),
-        Inverted(6, 12, 5, nn.Hardswish, True),
+        inverted(6, 17, 3, nn.ReLU, False),
+        inverted(6, 12, 5, nn.Hardswish, True),
         nn.Conv2d(6, 10, 3, 2, 1),
         nn.BatchNorm2d(10),
         nn.ReLU6(),
@@ -74,19 +68,12 @@ def transformer():
         nn.Conv2d(3, 12, 4, 4),
         nn.Flatten(2),
         nn.Unflatten(2, (-1,)),
-        TokensFirst(),
+        Written(lambda m, x: x.transpose(1, 2)),
         nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
         nn.LayerNorm(12),
         nn.Flatten(),
         nn.Linear(12 * 9, 3),
     )
-
-
-class TokensFirst(nn.Module):
-    """[B, C, T] -> [B, T, C]."""
-
-    def forward(self, x):
-        return x.transpose(1, 2)
 
 
 MODELS = {"mobile": mobile, "transformer": transformer}
@@ -124,7 +111,7 @@ results = norms, fold, ops.switched_off(), compared
 """
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def interpreted(tmp_path_factory):
     return interpreter.interpreted(RUN, tmp_path_factory.mktemp("whole"))
 
@@ -135,14 +122,12 @@ def agree(got, want, total_part):
         assert bool(((got[name].cpu() - value).abs() <= total_part * total).all()), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@mark.parametrize("name", MODELS)
 def test_models_in_the_interpreter(name, interpreted):
     model, x, v = made(name)
     model, x, v = model.double(), x.double(), v.double()
     want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    assert (
-        len(engine_for(model, None, 0, 0).folding.folded) == {"mobile": 8, "transformer": 0}[name]
-    )
+    assert len(engine_for(model).folding.blocks.folded) == {"mobile": 8, "transformer": 0}[name]
     agree(interpreted[0][name], want, 1e-4)
 
 
@@ -154,7 +139,7 @@ def test_right_kernels_pass_their_comparison(interpreted):
     )
 
 
-@pytest.mark.parametrize("name", fold_cases())
+@mark.parametrize("name", fold_cases())
 def test_folded_weights(name, interpreted):
     case = fold_cases()[name]
     for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
@@ -165,9 +150,9 @@ def test_folded_weights(name, interpreted):
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MODELS)
+@needs_gpu
+@mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@mark.parametrize("name", MODELS)
 def test_models_on_a_gpu(name, dtype):
     model, x, v = made(name)
     want = fastlr.per_sample_grad_sq_norms(

@@ -3,16 +3,16 @@
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import torch
+from expected import needs_triton
+from pytest import mark
 
 from bench import compile_kernels
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = needs_triton
 
 
 def test_a_launch_is_noted_with_its_types_and_sizes():
@@ -41,9 +41,9 @@ def test_a_launch_is_noted_with_its_types_and_sizes():
     )
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
+@mark.long
+@mark.timeout(3600)
+@mark.parametrize(
     ("network", "dtype", "architectures"),
     [
         ("mobilenet_v3_large", "bf16", [80, 90, 100]),  # ReLU, Hardswish, squeeze-and-excitation

@@ -3,14 +3,17 @@
 import inspect
 import json
 import math
+from functools import cache
 from importlib.util import find_spec
 from subprocess import CalledProcessError
 
-import pytest
 import torch
 import torch.nn.functional as F
 from agreement import assert_near
+from expected import warned
+from pytest import importorskip, mark, raises, skip, warns
 from torch import Tensor
+from torch.testing import assert_close
 
 from bench.convolution_cases import CONVOLUTIONS, convolution, geometry
 from fastlr.errors import FastlrWarning
@@ -23,7 +26,7 @@ from fastlr.ops import folded as torch_folded
 from fastlr.ops import kernel_checks
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import gathered
-from fastlr.ops.kernel_calls import channels_last, draw
+from fastlr.ops.kernel_calls import IMAGES, channels_last, draw
 from fastlr.ops.linear import square_sum
 from fastlr.ops.reference.folded import ACTIVATIONS
 
@@ -34,7 +37,7 @@ TOLERANCE = {
 }  # low precision is raised before products
 DTYPES = list(TOLERANCE)
 # What is switched off is said once, and nothing else is said.
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = mark.filterwarnings("error")
 
 
 def hold(name, *args, dtype):
@@ -42,17 +45,15 @@ def hold(name, *args, dtype):
     assert_near(ops.get(name, "torch")(*args), ops.get(name, "reference")(*args), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ops.TABLE if not name.startswith("shape_images")]
-)
+@mark.parametrize("name", [name for name in ops.TABLE if not name.startswith("shape_images")])
 def test_signatures_agree(name):
     here = [backend for backend in ops.backends(name) if backend != "triton" or find_spec("triton")]
     reference, *fast = [inspect.signature(ops.get(name, backend)) for backend in here]
     assert all(f == reference for f in fast)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
+@mark.parametrize("dtype", DTYPES)
+@mark.parametrize(
     ("count", "groups", "rows", "inputs", "outputs"),
     [
         (1, 1, 1, 1, 1),
@@ -76,12 +77,12 @@ def test_long_sums_of_squares_keep_their_digits():
     """Torch's own norm of 2^23 elements in float32 is off by more than 1e-4 on a CPU."""
     t = draw(1, (1 << 23) + 5, dtype=torch.float32)
     want = t.double().square().sum(1)
-    torch.testing.assert_close(square_sum(t), want, rtol=1e-6, atol=0)
+    assert_close(square_sum(t), want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@mark.parametrize("dtype", DTYPES)
+@mark.parametrize("transposed", [False, True])
+@mark.parametrize("name", CONVOLUTIONS)
 def test_conv(name, transposed, dtype):
     args = convolution(name, dtype, transposed)
     hold("conv_sq_norms", *args, dtype=dtype)
@@ -94,8 +95,8 @@ def test_conv(name, transposed, dtype):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
+@mark.parametrize("dtype", [torch.float64, torch.float32])
+@mark.parametrize(
     "name", ["3x3", "3x3_strided", "depthwise", "pointwise", "stem", "depthwise_5_strided"]
 )
 def test_conv_channels_last(name, dtype):
@@ -104,10 +105,7 @@ def test_conv_channels_last(name, dtype):
 
 
 # Noise, relative error.
-NEARLY_CONSTANT = [
-    (torch.float64, 1e-5, 1e-10),
-    (torch.float32, 1e-3, 1e-4),
-]
+NEARLY_CONSTANT = [(torch.float64, 1e-5, 1e-10), (torch.float32, 1e-3, 1e-4)]
 
 
 def nearly_constant(shape, noise):
@@ -125,20 +123,12 @@ def sums_to_zero(shape):
     return t - t.mean(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize(
+@mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
+@mark.parametrize("swapped", [False, True])
+@mark.parametrize(
     ("rows", "inputs", "outputs"), [(6, 64, 64), (6, 96, 64), (6, 64, 96), (128, 300, 280)]
 )
-def test_linear_of_nearly_constant_rows(
-    rows,
-    inputs,
-    outputs,
-    swapped,
-    dtype,
-    noise,
-    error,
-):
+def test_linear_of_nearly_constant_rows(rows, inputs, outputs, swapped, dtype, noise, error):
     """The rows' common part cancels where the other side sums to zero, in Gram matrices too.
 
     The shapes are such that take Gram matrices.
@@ -150,21 +140,13 @@ def test_linear_of_nearly_constant_rows(
         got, want = (
             ops.get("linear_sq_norms", backend)(*given) for backend in ("torch", "reference")
         )
-        torch.testing.assert_close(got, want, rtol=error, atol=0)
+        assert_close(got, want, rtol=error, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
-@pytest.mark.parametrize(("channels", "outputs"), [(64, 80), (80, 64)])
-@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
-def test_conv_of_nearly_constant_images(
-    kernel,
-    stride,
-    channels,
-    outputs,
-    dtype,
-    noise,
-    error,
-):
+@mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
+@mark.parametrize(("channels", "outputs"), [(64, 80), (80, 64)])
+@mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_conv_of_nearly_constant_images(kernel, stride, channels, outputs, dtype, noise, error):
     size, side = 5, (5 - kernel) // stride + 1
     x = nearly_constant((3, channels, size * size), noise).view(3, channels, size, size).to(dtype)
     g = sums_to_zero((3, outputs, side * side)).view(3, outputs, side, side).to(dtype)
@@ -175,19 +157,19 @@ def test_conv_of_nearly_constant_images(
         ops.get("conv_sq_norms", b)(x[:, None], g[:, None], weight, how)
         for b in ("torch", "reference")
     )
-    torch.testing.assert_close(got, want, rtol=error, atol=0)
+    assert_close(got, want, rtol=error, atol=0)
 
 
-@pytest.mark.parametrize("name", ["depthwise", "depthwise_5_strided", "1d_depthwise"])
+@mark.parametrize("name", ["depthwise", "depthwise_5_strided", "1d_depthwise"])
 def test_depthwise_forms_agree(name):
     """The form for GPUs is plain torch too: hold it to the one for CPUs."""
     x, g, weight, how = convolution(name, torch.float64, False)
     args = (x[:, 0], g[:, 0], weight.shape[2:], how)
-    torch.testing.assert_close(torch_conv._depthwise_taps(*args), torch_conv.depthwise_grads(*args))
+    assert_close(torch_conv._depthwise_taps(*args), torch_conv.depthwise_grads(*args))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 197, 33), (2, 300, 220)])  # the last in one pass a sample
+@mark.parametrize("dtype", DTYPES)
+@mark.parametrize("shape", [(2, 197, 33), (2, 300, 220)])  # the last in one pass a sample
 def test_layer_norm_sums(shape, dtype):
     x, g = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
     mean = x.double().mean(-1, keepdim=True)
@@ -216,15 +198,15 @@ def block_of(weight, how, dtype, act="none"):
     return Block(weight, folded, channels, act, how)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FOLDABLE)
+@mark.parametrize("last", [False, True])
+@mark.parametrize("dtype", DTYPES)
+@mark.parametrize("name", FOLDABLE)
 def test_folded_conv_sq_norms(name, dtype, last):
     hold("folded_conv_sq_norms", *moments_case(name, dtype, last), dtype=dtype)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["3x3_strided", "depthwise", "pointwise", "stem", "1d_depthwise"])
+@mark.parametrize("act", ACTIVATIONS)
+@mark.parametrize("name", ["3x3_strided", "depthwise", "pointwise", "stem", "1d_depthwise"])
 def test_folded_conv_and_its_backward(name, act):
     for dtype in (torch.float64, torch.float32):
         x, g, block = moments_case(name, dtype, True)
@@ -238,8 +220,8 @@ def test_folded_conv_and_its_backward(name, act):
         assert ops.run("folded_conv_backward", *backward, False)[0] is None
 
 
-@pytest.mark.parametrize("act", ["none", "relu", "relu6", "hardswish"])
-@pytest.mark.parametrize("add", [False, True])
+@mark.parametrize("act", ["none", "relu", "relu6", "hardswish"])
+@mark.parametrize("add", [False, True])
 def test_the_unfolded_product_serves_as_well(act, add):
     """Where Gram matrices serve, the convolution is kept for its output and moments.
 
@@ -250,10 +232,10 @@ def test_the_unfolded_product_serves_as_well(act, add):
         weight = draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
         residual = draw(2, 40, 5, 4, dtype=dtype, seed=5) if add else None
         block = block_of(weight, geometry(2, padding=1), dtype, act)
-        assert torch_folded.keeps_product(x, weight, block.geometry)
+        assert torch_folded.keeps_unfolded_convolution(x, weight, block.geometry)
         added = Loaded(residual) if add else None
         want = ops.get("folded_conv", "reference")(Loaded(x), block, added)
-        out, kept, product = torch_folded.conv_and_product(x, block, residual)
+        out, kept, product = torch_folded.folded_and_unfolded_convolution(x, block, residual)
         assert_near((out, kept), want, TOLERANCE[dtype])
         g = draw(2, 40, 5, 4, dtype=dtype, seed=6)
         args = (Loaded(x), Gradients(g), kept, block, True)
@@ -262,10 +244,10 @@ def test_the_unfolded_product_serves_as_well(act, add):
         # then gamma's gradient is <W, M> / sigma, and that comes from the product
         block.statistics[2] = 0
         got, other = (ops.run("folded_conv_backward", *args, factor * product) for factor in (1, 2))
-        torch.testing.assert_close(other[3], 4 * got[3])
+        assert_close(other[3], 4 * got[3])
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("change", "kept"),
     [({}, True), ({"dtype": torch.bfloat16}, False), ({"size": 30}, False), ({"groups": 2}, False)],
 )
@@ -275,7 +257,10 @@ def test_where_the_unfolded_product_is_kept(change, kept):
     dtype = change.get("dtype", torch.float32)
     x = torch.zeros(2, 24, size, size, dtype=dtype)
     weight = torch.zeros(40, 24 // groups, 3, 3)
-    assert torch_folded.keeps_product(x, weight, geometry(2, padding=1, groups=groups)) is kept
+    assert (
+        torch_folded.keeps_unfolded_convolution(x, weight, geometry(2, padding=1, groups=groups))
+        is kept
+    )
 
 
 def test_folded_backward_in_slices(monkeypatch):
@@ -284,14 +269,14 @@ def test_folded_backward_in_slices(monkeypatch):
     args = (Loaded(x), Gradients(g), g, block, True)
     whole = ops.run("folded_conv_backward", *args)
     monkeypatch.setattr(torch_folded, "SLICE_BYTES", 1)
-    torch.testing.assert_close(whole, ops.run("folded_conv_backward", *args))
+    assert_close(whole, ops.run("folded_conv_backward", *args))
 
 
 # -- digits that are not lost
 # ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 80), (3, 80), (3, 256)])
+@mark.parametrize(("rows", "width"), [(1, 80), (3, 80), (3, 256)])
 def test_products_of_small_sums_are_not_zero(rows, width):
     """Products of sums whose squares vanish in float32 are not zero.
 
@@ -300,10 +285,10 @@ def test_products_of_small_sums_are_not_zero(rows, width):
     a, g = (1e-12 * draw(2, 1, rows, width, dtype=torch.float32, seed=seed) for seed in (0, 1))
     got, want = (ops.get("linear_sq_norms", backend)(a, g) for backend in ("torch", "reference"))
     assert float(want.max()) < 1e-40
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    assert_close(got, want, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["group", "batch", "batch of vectors", "fixed"])
+@mark.parametrize("kind", ["group", "batch", "batch of vectors", "fixed"])
 def test_norm_layers_keep_their_digits_where_means_are_large(kind):
     """Norm layers keep their digits for inputs around 1e4, equal in float32 and float64.
 
@@ -328,9 +313,7 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind):
     made = output(torch.float32)[0]
     node = made.grad_fn
     if kind == "group" and not hasattr(node, "_saved_eps"):
-        pytest.skip(
-            "this torch's node does not tell eps, as of 2.15: its own backward formula serves"
-        )
+        skip("this torch's node does not tell eps, as of 2.15: its own backward formula serves")
     slots = {1: torch.Size((8,)), 2: torch.Size((8,))}
     site = Site(node, (v,), {0: Regular(0, 1, 1)}, 3, slots)
     with torch.no_grad():
@@ -354,7 +337,7 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind):
 def failing(monkeypatch, error):
     """As on a GPU whose Triton raises ``error`` for every kernel; see `with_kernel`."""
 
-    def fail(*args):
+    def fail(*args, **options):
         raise error
 
     return with_kernel(monkeypatch, lambda name: fail)
@@ -381,9 +364,11 @@ def with_kernel(monkeypatch, kernel):
     return asked
 
 
-@pytest.mark.parametrize("kind", ["pass", "shared memory", "assembler", "compiler", "headers"])
+@mark.parametrize(
+    "kind", ["pass", "shared memory", "assembler", "compiler", "headers", "image", "architecture"]
+)
 def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch, kind):
-    errors = pytest.importorskip("triton.runtime.errors")
+    errors = importorskip("triton.runtime.errors")
     error, remedy = {
         "pass": (RuntimeError("PassManager::run failed"), "report"),
         "shared memory": (errors.OutOfResources(300000, 232448, "shared memory"), "report"),
@@ -393,12 +378,17 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch, kind):
             "CC",
         ),
         "headers": (CalledProcessError(1, ["gcc", "main.c"]), "headers"),
+        "image": (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "report"),
+        "architecture": (
+            RuntimeError("Triton Error [CUDA]: no kernel image is available for execution"),
+            "report",
+        ),
     }[kind]
     asked = failing(monkeypatch, error)
     a = draw(2, 1, 5, 3, dtype=torch.float32)
     g = draw(2, 1, 5, 4, dtype=torch.float32)
     want = ops.get("linear_sq_norms", "torch")(a, g)
-    with pytest.warns(FastlrWarning, match=f"linear_sq_norms: Triton could not compile.*{remedy}"):
+    with warned(f"linear_sq_norms: Triton could not compile or load.*{remedy}"):
         assert torch.equal(ops.run("linear_sq_norms", a, g), want)
     assert torch.equal(ops.run("linear_sq_norms", a, g), want)
     assert asked.count("linear_sq_norms") == 1, "not tried again"
@@ -406,8 +396,29 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch, kind):
     assert asked.count("linear_sq_norms") == 2, "other sizes are another kernel"
 
 
+def test_images_are_the_definitions_where_their_kernel_does_not_load(monkeypatch):
+    importorskip("triton")
+    asked = failing(
+        monkeypatch, RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+    )
+    with warned("shape_images_(from|at): Triton could not compile or load"):
+        assert not ops.images_agree(torch.device("cpu"), IMAGES[0])
+    assert not ops.images_agree(torch.device("cpu"), IMAGES[0])
+    assert asked.count("shape_images_from") == 1
+
+
+def test_no_kernel_runs_on_amd(monkeypatch):
+    importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(ops, "has_triton", cache(ops.has_triton.__wrapped__))
+    monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
+    with warned("AMD"):
+        assert ops.backend_for() == "torch"
+    assert ops.backend_for() == "torch"
+
+
 def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch):
-    pytest.importorskip("triton")
+    importorskip("triton")
     a = draw(2, 1, 5, 3, dtype=torch.float32)
     for error in (
         RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -415,13 +426,10 @@ def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch):
         ValueError(),
     ):
         failing(monkeypatch, error)
-        with pytest.raises(type(error)):
+        with raises(type(error)):
             ops.run("linear_sq_norms", a, a)
     failing(monkeypatch, RuntimeError("PassManager::run failed"))
-    with (
-        ops.using("triton"),
-        pytest.raises(RuntimeError),
-    ):  # asked for by name, as in tests and benchmarks
+    with ops.using("triton"), raises(RuntimeError):  # asked for by name, as in tests and benchmarks
         ops.run("linear_sq_norms", a, a)
 
 
@@ -454,8 +462,8 @@ def calls_of(dtype):
     return {"linear_sq_norms": (a, g), "channel_sums": (x, x.flip(0))}
 
 
-@pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
-@pytest.mark.parametrize(
+@mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
+@mark.parametrize(
     ("dtype", "factor"), [(torch.float32, 1.02), (torch.bfloat16, 1.2), (torch.float32, math.nan)]
 )
 def test_a_wrong_kernel_is_switched_off_at_its_first_call(monkeypatch, op, dtype, factor):
@@ -463,11 +471,9 @@ def test_a_wrong_kernel_is_switched_off_at_its_first_call(monkeypatch, op, dtype
     want = ops.get(op, "torch")(*args)
     asked = with_kernel(monkeypatch, wrong_in(11, factor))
     short = str(dtype).removeprefix("torch.")
-    with pytest.warns(
-        FastlrWarning, match=rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"
-    ):
+    with warned(rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"):
         found = ops.run(op, *args)
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert_close(found, want, rtol=0, atol=0)
     assert [name for name, _ in ops.switched_off()] == [op]
     asked.clear()
     ops.run(op, *args)
@@ -479,7 +485,7 @@ def test_a_wrong_kernel_is_switched_off_at_its_first_call(monkeypatch, op, dtype
 def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch):
     asked = with_kernel(monkeypatch, wrong_in(0, 2.0))
     a, g = calls_of(torch.float32)["linear_sq_norms"]
-    with pytest.warns(FastlrWarning):
+    with warns(FastlrWarning):
         ops.run("linear_sq_norms", a, g)
         ops.run("linear_sq_norms", a.double().half(), g.half())
     asked.clear()
@@ -497,8 +503,8 @@ def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch):
     assert asked == ["linear_sq_norms, torch"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
+@mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
 def test_a_right_kernel_is_compared_once(monkeypatch, op, dtype):
     args = calls_of(dtype)[op]
     asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
@@ -509,7 +515,7 @@ def test_a_right_kernel_is_compared_once(monkeypatch, op, dtype):
         asked.clear()
         found = ops.run(op, *given)
         assert asked == [op], "no comparison"
-    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert_close(found, want, rtol=0, atol=0)
     assert ops.switched_off() == []
 
 
@@ -533,7 +539,7 @@ def test_zeros_are_no_proof(monkeypatch):
     """Gradients behind a zero residual branch prove nothing: drawn numbers are compared instead."""
     with_kernel(monkeypatch, wrong_in(0, 2.0))
     a, g = calls_of(torch.float32)["linear_sq_norms"]
-    with pytest.warns(FastlrWarning, match="linear_sq_norms"):
+    with warned("linear_sq_norms"):
         assert not ops.run("linear_sq_norms", a, 0 * g).any()
 
 
@@ -551,9 +557,7 @@ def test_no_comparison_while_a_graph_is_captured(monkeypatch):
     assert asked == ["linear_sq_norms"] * 2
 
 
-def test_memory_that_runs_out_in_the_comparison_breaks_nothing(
-    monkeypatch,
-):
+def test_memory_that_runs_out_in_the_comparison_breaks_nothing(monkeypatch):
     def starved(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -590,16 +594,13 @@ def test_images_are_held_to_every_bit(monkeypatch):
     assert ops.images_agree(torch.device("cpu"), {**options, "seed": 2})
     assert not asked
     with_kernel(monkeypatch, {**right, "shape_images_from": one_bit}.__getitem__)
-    with pytest.warns(FastlrWarning, match="shape_images_from"):
+    with warned("shape_images_from"):
         assert not ops.images_agree(torch.device("cpu"), options)
 
 
 def test_kernels_are_held_to_all_digits():
     """The twin's products on a GPU are without TF32, and the user's setting is restored."""
-    flags = [
-        (torch.backends.cudnn, "allow_tf32"),
-        (torch.backends.cuda.matmul, "allow_tf32"),
-    ]
+    flags = [(torch.backends.cudnn, "allow_tf32"), (torch.backends.cuda.matmul, "allow_tf32")]
     flags.append((torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"))
     before = [getattr(of, name) for of, name in flags]
     seen = list[bool]()
@@ -643,7 +644,7 @@ def test_a_kind_of_call_is_what_kernels_go_by():
     calls += [(t, how._replace(transposed=True), True), (t, how._replace(groups=4), True)]
     for kinds in (
         [kernel_checks.signature(call, (0,)) for call in calls],
-        [ops._call("", call) for call in calls],
+        [ops._key_of_call("", call) for call in calls],
     ):
         assert len(set(kinds)) == len(kinds)
     other = (torch.ones(6, 16, 6, 8), how._replace(groups=24), True)

@@ -4,11 +4,12 @@ That is in either of torch's two ways, and as set afterwards.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import pytest
 import torch
+from pytest import fixture, mark, param, skip
 from torch import backends, nn
 
 import fastlr
@@ -17,9 +18,7 @@ from fastlr.ops import kernel_checks, torch_private
 from fastlr.ops.torch_private import full_products, narrow_products
 
 NEWER = hasattr(torch._C, "_get_fp32_precision_getter")
-needs_newer = pytest.mark.skipif(
-    not NEWER, reason="needs the precisions by operation, from torch 2.9 on"
-)
+needs_newer = mark.skipif(not NEWER, reason="needs the precisions by operation, from torch 2.9 on")
 KEYS = [
     ("generic", "all"),
     ("cuda", "all"),
@@ -52,7 +51,7 @@ def settings():
     return found
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def as_they_were():
     """The settings of a new process, and afterwards those of the tests."""
     kept = backends.cudnn.allow_tf32
@@ -113,10 +112,10 @@ NEW = {
         "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'"
     ),
 }
-CASES = [*OLD.items(), *(pytest.param(*case, marks=needs_newer) for case in NEW.items())]
+CASES = [*OLD.items(), *(param(*case, marks=needs_newer) for case in NEW.items())]
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@mark.parametrize(("name", "setting"), CASES)
 def test_all_digits_and_as_set_afterwards(name, setting):
     exec(setting)
     before = settings()
@@ -144,7 +143,7 @@ def test_what_was_not_set_is_not_set_afterwards():
     assert backends.cudnn.fp32_precision == "ieee"
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@mark.parametrize(("name", "setting"), CASES)
 def test_estimates_do_not_mind(name, setting):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
@@ -154,7 +153,7 @@ def test_estimates_do_not_mind(name, setting):
     assert settings() == before
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@mark.parametrize(("name", "setting"), CASES)
 def test_low_precision_is_that_of_either_way(name, setting):
     exec(setting)
     gpu = torch.device("cuda")
@@ -180,13 +179,13 @@ def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch):
         assert low_precision(torch.device("cpu"), {torch.float32}) is able
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "setting", ["backends.cuda.matmul.allow_tf32 = True", "backends.fp32_precision = 'tf32'"]
 )
 def test_threads_do_not_meet_the_settings_of_others(setting):
     """As in the doctor: the first to leave must not switch TF32 on within another's comparison."""
     if "fp32_precision" in setting and not NEWER:
-        pytest.skip("needs the precisions by operation")
+        skip("needs the precisions by operation")
     exec(setting)
     before = settings()
     narrow = list[dict[str, Any]]()
@@ -203,11 +202,9 @@ def test_threads_do_not_meet_the_settings_of_others(setting):
         for _ in range(40):
             kernel_checks.compared(lambda x: x.sum(1), twin, (torch.ones(3, 4),), (0,))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(work)
     assert not narrow
     assert settings() == before
 

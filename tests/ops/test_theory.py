@@ -3,16 +3,15 @@
 import math
 from itertools import product
 
-import pytest
 import torch
-from exact import redundancy
+from exact import redundancy, seeded
+from pytest import approx, mark, raises
 from torch import nn
 from torch.func import functional_call
 from untouched import untouched
 
-from fastlr import memorization_gain, regression_memorization_bound
+from fastlr import memorization_gain
 from fastlr.errors import InputError, ModelError
-from fastlr.ops.reference.fisher import categorical_fisher
 from fastlr.ops.reference.theory import local_redundancy_exact
 
 
@@ -22,7 +21,7 @@ def tiny(classes=2, hidden=3):
 
 
 def candidate_inputs(count):
-    return torch.randn(count, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return torch.randn(count, 2, generator=seeded(3), dtype=torch.float64)
 
 
 def redundancies(model, x):
@@ -63,16 +62,16 @@ def from_the_definition(model, x, n, etas, own_dataset_only):
     return best
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize(("classes", "count", "n"), [(2, 2, 2), (3, 1, 2), (2, 1, 3)])
+@mark.parametrize("own", [True, False])
+@mark.parametrize(("classes", "count", "n"), [(2, 2, 2), (3, 1, 2), (2, 1, 3)])
 def test_equals_the_definition(classes, count, n, own):
     model, x = tiny(classes), candidate_inputs(count)
     want = from_the_definition(model, x, n, (0.0, 0.1, 0.3), own)
     got = local_redundancy_exact(model, x, n, 0.3, own_dataset_only=own, etas=(0.1,))
-    assert got == pytest.approx(want, rel=1e-10)
+    assert got == approx(want, rel=1e-10)
 
 
-@pytest.mark.parametrize(("classes", "n"), [(2, 1), (2, 4), (3, 3)])
+@mark.parametrize(("classes", "n"), [(2, 1), (2, 4), (3, 3)])
 def test_own_steps_tend_to_n_times_local_redundancy(classes, n):
     """log Z / eps - n LR is of first order in eps: it halves with eps."""
     model, x = tiny(classes), candidate_inputs(2)
@@ -84,10 +83,10 @@ def test_own_steps_tend_to_n_times_local_redundancy(classes, n):
     ]
     assert abs(errors[-1]) < 0.01 * limit
     for coarse, fine in zip(errors, errors[1:], strict=False):
-        assert fine / coarse == pytest.approx(0.5, abs=0.03)
+        assert fine / coarse == approx(0.5, abs=0.03)
 
 
-@pytest.mark.parametrize(("classes", "count", "n"), [(2, 2, 3), (3, 2, 2), (2, 3, 2)])
+@mark.parametrize(("classes", "count", "n"), [(2, 2, 3), (3, 2, 2), (2, 3, 2)])
 def test_theorem_bounds_the_full_family(classes, count, n):
     """R >= eps n LR - C eps^2, and steps of all datasets reach at least a dataset's own steps."""
     model, x = tiny(classes), candidate_inputs(count)
@@ -106,6 +105,7 @@ def test_more_candidates_and_finer_grids_never_lower_it():
     values = [local_redundancy_exact(model, x[:count], 2, 0.2) for count in (1, 2, 3)]
     assert values == sorted(values)
     assert values[0] > 0
+    assert abs(local_redundancy_exact(model, x, 3, 0.0)) < 1e-14
     coarse = local_redundancy_exact(model, x, 2, 0.2, etas=(0.1,))
     assert local_redundancy_exact(model, x, 2, 0.2, etas=(0.05, 0.1, 0.15)) >= coarse
 
@@ -133,35 +133,9 @@ def test_memorization_gain_bounds_the_redundancy_and_tends_to_the_gradient_bound
 
     errors = [gain(eps) / eps - limit for eps in (4e-3, 2e-3, 1e-3)]
     assert abs(errors[-1]) < 0.01 * limit
-    assert errors[1] / errors[0] == pytest.approx(0.5, abs=0.03) == errors[2] / errors[1]
+    assert errors[1] / errors[0] == approx(0.5, abs=0.03) == errors[2] / errors[1]
     for eps in (0.01, 0.1, 0.5):
         assert 0 < gain(eps) <= local_redundancy_exact(model, x[:1], n, eps, own_dataset_only=True)
-
-
-def test_regression_bound_is_reached_by_the_rate_distortion_channel():
-    """A channel of distortion D shares (1/2) log(variance / D) nats per Gaussian element.
-
-    The targets are seen through the channel that reaches D.
-    """
-    n, m, variance, distortion = 20_000, 3, 4.0, 0.5
-    generator = torch.Generator().manual_seed(0)
-    draw = [torch.randn(n, m, generator=generator, dtype=torch.float64) for _ in range(2)]
-    # Y = fit + noise, independent: the backward channel.
-    fit = math.sqrt(variance - distortion) * draw[0]
-    y = fit + math.sqrt(distortion) * draw[1]
-    correlation = float((fit * y).mean() / (fit.square().mean() * y.square().mean()).sqrt())
-    information = -n * m / 2 * math.log(1 - correlation**2)
-    found = regression_memorization_bound(n, m, variance, float((fit - y).square().mean()))
-    assert found == pytest.approx(information, rel=0.01)
-    assert regression_memorization_bound(n, m, variance, distortion, "bits") == pytest.approx(
-        n * m / 2 * 3
-    )
-
-
-def test_no_step_no_redundancy():
-    assert local_redundancy_exact(tiny(), candidate_inputs(2), 3, 0.0) == pytest.approx(
-        0.0, abs=1e-14
-    )
 
 
 def test_only_trainable_parameters_step_and_the_model_stays():
@@ -173,23 +147,7 @@ def test_only_trainable_parameters_step_and_the_model_stays():
     assert 0 < part < whole
 
 
-def test_closed_form_of_softmax_regression():
-    """LR = E[(1 - ||p||^2) (||x||^2 + 1)] for z = W x + b."""
-    torch.manual_seed(0)
-    model = nn.Linear(2, 4).double()
-    x = candidate_inputs(6)
-    p = model(x).softmax(-1)
-    closed = (1 - p.square().sum(1)) * (x.square().sum(1) + 1)
-    torch.testing.assert_close(redundancies(model, x), closed.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(
-        categorical_fisher(model(x[0]).detach()).trace(),
-        1 - p[0].square().sum().detach(),
-        rtol=1e-13,
-        atol=0,
-    )
-
-
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("change", "error", "match"),
     [
         ({"n": 0}, InputError, "n must be"),
@@ -214,5 +172,5 @@ def test_errors(change, error, match):
         "epsilon": 0.1,
     } | change
     extra = {key: arguments.pop(key) for key in ("etas", "limit") if key in arguments}
-    with pytest.raises(error, match=match):
+    with raises(error, match=match):
         local_redundancy_exact(**arguments, **extra)

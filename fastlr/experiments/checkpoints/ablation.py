@@ -16,7 +16,6 @@ from torch import nn
 
 import fastlr
 from fastlr.errors import InputError
-from fastlr.estimator.predictive import Predictive
 from fastlr.estimator.result import Estimate, count
 from fastlr.experiments.checkpoints.measure import (
     ProgressContext,
@@ -133,11 +132,8 @@ def measure_checkpoints(
     real: RealInputs,
     n: int,
     *,
-    predictive: Predictive | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
     progress: ProgressContext = no_progress,
+    **options: Any,
 ) -> list[dict[str, Estimate]]:
     """Measure local redundancy on synthetic and on real inputs at each of a list of checkpoints.
 
@@ -148,11 +144,8 @@ def measure_checkpoints(
         checkpoints: State dicts, in the order of the training that made them.
         real: The real inputs.
         n: Synthetic inputs of each kind.
-        predictive: None: categorical, for series Gaussian with sigma 1.
-        batch_size: As for `fastlr.estimate`, like ``seed`` and ``dtype``.
-        seed: Of synthetic inputs and probes.
-        dtype: Of autocast.
         progress: As for `fastlr.experiments.checkpoints.measure.measure_each`.
+        options: As there; ``predictive`` is Gaussian with sigma 1 for series, unless given.
 
     Returns:
         For each checkpoint the estimates by name; the one on real inputs is called
@@ -165,18 +158,12 @@ def measure_checkpoints(
     """
     why = f"a correlation needs at least {FEWEST}, one with a standard error 91"
     paths = existing(checkpoints, FEWEST, why)
-    if predictive is None and real.series:
-        predictive = fastlr.Gaussian()
+    if real.series:
+        options["predictive"] = options.get("predictive") or fastlr.Gaussian()
     sources: dict[str, tuple[Inputs, int]] = {
         name: (inputs, n) for name, inputs in synthetic_inputs(real).items()
     }
     sources[REAL] = real.inputs, real.count
-    options: dict[str, Any] = {
-        "predictive": predictive,
-        "batch_size": batch_size,
-        "seed": seed,
-        "dtype": dtype,
-    }
     return measure_each(model, paths, sources, progress=progress, **options)
 
 

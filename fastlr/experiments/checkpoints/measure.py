@@ -23,6 +23,20 @@ def no_progress(label: str, total: int) -> AbstractContextManager[Any]:
     return nullcontext(False)
 
 
+def weight_files(checkpoints: Sequence[Path]) -> list[Path]:
+    """Return the checkpoints, with the weights in place of folders that a Trainer has saved.
+
+    A folder of ``checkpoint-STEP`` folders stands for them in their order.
+    """
+    files: list[Path] = []
+    for path in checkpoints:
+        steps = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder))
+        for folder in steps or [path]:
+            held = [*folder.glob("model.safetensors"), *folder.glob("pytorch_model.bin"), folder]
+            files.append(held[0])
+    return files
+
+
 def existing(checkpoints: Sequence[str | Path], fewest: int, why: str) -> list[Path]:
     """Return the checkpoints' paths: each file exists, is given once; there are ``fewest`` or more.
 
@@ -35,7 +49,7 @@ def existing(checkpoints: Sequence[str | Path], fewest: int, why: str) -> list[P
     resolved = [path.resolve() for path in paths]
     for path in paths:
         if not path.is_file():
-            raise InputError(f"checkpoint {path}: no such file")
+            raise InputError(f"checkpoint {path}: no such file, nor a folder with weights")
         if resolved.count(path.resolve()) > 1:
             raise InputError(f"checkpoint {path} is given twice: each counts once")
     if len(paths) < fewest:

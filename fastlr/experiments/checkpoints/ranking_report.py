@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, style_rows, title_of_all
 from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.tables import pm
-from fastlr.experiments.checkpoints.ranking import PairedTest, Ranking
+from fastlr.experiments.checkpoints.ranking import Ranking
 
 _FEW = 100  # inputs below which a normal distribution of the mean is doubtful
 
@@ -86,7 +85,8 @@ def ranking_chart(ranked: Ranking) -> Any:
         _interval(left, y, estimate.value, estimate.stderr, COLOURS[0])
         pair = ranked.against_best(name)
         if pair is not None:
-            _interval(right, y, pair.difference, pair.stderr, _colour(pair, ranked.level))
+            colour = COLOURS[0] if pair.adjusted < ranked.level else COLOURS[1]
+            _interval(right, y, pair.difference, pair.stderr, colour)
     right.axvline(0, color=MUTED, linewidth=1)
     left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
@@ -102,15 +102,7 @@ def ranking_chart(ranked: Ranking) -> Any:
 
 
 def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> None:
-    if math.isfinite(stderr):
-        axes.plot(
-            [value - 1.96 * stderr, value + 1.96 * stderr], [y, y], color=colour, linewidth=1.8
-        )
-    axes.plot([value], [y], "o", color=colour, markersize=5)
-
-
-def _colour(pair: PairedTest, level: float) -> str:
-    return COLOURS[0] if pair.adjusted < level else COLOURS[1]
+    axes.errorbar(value, y, xerr=1.96 * stderr, fmt="o", color=colour, markersize=5, elinewidth=1.8)
 
 
 def _p(p: float) -> str:

@@ -20,12 +20,12 @@ from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import (
     Array,
     all_measures,
-    differs,
     finite,
     grouped,
     mean_of_known,
     measured,
     number,
+    told_by_all_but_differs,
 )
 
 _REDUNDANCY = "local_redundancy"  # and its kinds, whose names begin with it
@@ -38,7 +38,7 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     """
     defaults = vars(ContinualOptions())
     settings = [{key: defaults[key] for key in COMPARED} | run.options for run in runs]
-    varying = [key for key in sorted(COMPARED) if differs(key, settings)]
+    varying = [key for key in sorted(COMPARED) if told_by_all_but_differs(key, settings)]
     changes = []  # of each run from the defaults
     for setting in settings:
         changed = {key: setting[key] for key in varying if setting[key] != defaults[key]}

@@ -23,8 +23,8 @@ from fastlr.experiments.continual.fields import LEARNING_SPEED
 from fastlr.experiments.continual.interventions.plain import layer_norm_for_batch_norm
 from fastlr.experiments.continual.measures import Measurer
 from fastlr.experiments.continual.options import (
+    DIGITS,
     MEMORISED,
-    PERMUTED_DIGITS,
     PRESETS,
     RANDOM_DIGITS,
     SYNTHETIC,
@@ -34,7 +34,6 @@ from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import (
     ClassPairs,
     ImageStore,
-    PermutedDigits,
     Prefetcher,
     RandomLabels,
     Task,
@@ -61,13 +60,13 @@ def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]
     if not options.data:
         raise InputError(
             "give --data (or --set data=), the folder of an image store (fastlr data prepare "
-            "makes one), or --data synthetic, or --data random-labels, random-labels-digits or "
-            "permuted-digits"
+            "makes one), or --data synthetic, or --data random-labels, random-labels-digits, "
+            "permuted-digits or fresh-digits"
         )
-    if options.data in (*MEMORISED, PERMUTED_DIGITS):
-        labelled: RandomLabels | PermutedDigits
-        if options.data == PERMUTED_DIGITS:
-            labelled = PermutedDigits(options.random_images, options.seed)
+    if options.data in (*MEMORISED, *DIGITS):
+        labelled: TaskSequence
+        if options.data in DIGITS:
+            labelled = DIGITS[options.data](options.random_images, options.seed)
         else:
             on_digits = options.data == RANDOM_DIGITS
             labelled = RandomLabels(
@@ -231,7 +230,7 @@ DRIVER = Driver(
     open_data=_open_data,
     carry_on=_carry_on,
     finished=_finished,
-    before={**BEFORE, "redundancy_probe": "rademacher"},
+    untold_by_old_runs={**BEFORE, "redundancy_probe": "rademacher"},
     shown=_shown,
     report="fastlr.experiments.continual.report:write_report",
     analysed=("resamples", "seed", "pool"),

@@ -31,9 +31,9 @@ from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import Array, all_measures, finite, logarithm, number
 
-_SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
+_SMOOTH, _FROM = 31, 150  # tasks a running median, drawn in series of at least so many
 _NAMES = 24  # on an axis, at most
-_COLUMNS = 400  # of the heat map: more tasks are averaged
+_ROWS, _COLUMNS = 40, 400  # of the heat map: more tasks are averaged
 _ABLATION = {
     "local_redundancy_next_task": INK,
     "local_redundancy_real": INK,
@@ -56,8 +56,8 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun]) -> Any:
 
     Returns None if neither was recorded.
 
-    Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local
-    redundancy).
+    Thin: each task; thick, from 150 tasks on: running median over 31, which keeps a sudden fall
+    where it is.
     """
     has_lr = _recorded(SHAPES, runs)
     if not has_lr and not any(np.isfinite(run.accuracy).any() for run in runs):
@@ -70,19 +70,28 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun]) -> Any:
         error_band(bottom, tasks, accuracy, 100 * run.accuracy_stderr, colour)
         _curve(bottom, tasks, accuracy, colour, run.name, line=line)
     for chance in np.unique(finite([100 * run.chance for run in runs])):
-        text = f"chance, {chance:.3g} %"
-        dashed_line(bottom, chance, text)
+        dashed_line(bottom, chance, f"chance, {chance:.3g} %")
     inputs = _count((run.measure(SHAPES, "n") for run in runs), "inputs")
-    style(top, _REDUNDANCY, f"Local redundancy over tasks{inputs}{_BAND}")
     images = _count((run.test_images for run in runs), "images a task")
     has_errors = any(np.isfinite(run.accuracy_stderr).any() for run in runs)
-    title = f"Accuracy right after training on a task{images}{_BAND if has_errors else ''}"
-    style(bottom, f"accuracy on {runs[0].tested_on}, %", title)
+    _style_both(
+        figure,
+        runs,
+        f"Local redundancy over tasks{inputs}{_BAND}",
+        f"Accuracy right after training on a task{images}{_BAND if has_errors else ''}",
+    )
     if has_lr:
         log_axis(top)
+    return figure
+
+
+def _style_both(figure: Any, runs: Sequence[ContinualRun], above: str, below: str) -> None:
+    """Give a panel of local redundancy and one of accuracy over tasks their titles and axes."""
+    top, bottom = figure.axes
+    style(top, _REDUNDANCY, above)
+    style(bottom, f"accuracy on {runs[0].tested_on}, %", below)
     count_axis(bottom, f"task{_thick(runs)}")
     legend_below(figure, bottom)
-    return figure
 
 
 def _recorded(name: str, runs: Sequence[ContinualRun]) -> bool:
@@ -100,17 +109,17 @@ def group_curves(groups: Mapping[str, Sequence[ContinualRun]]) -> Any:
         colour, line = _look(index)
         tasks = np.arange(min(map(len, runs)))
         logs = np.array([logarithm(run.measure(SHAPES)[: len(tasks)]) for run in runs])
-        _curve(top, tasks, logs.mean(0), colour, name, exponential=True, line=line)
+        _curve(top, tasks, np.exp(logs.mean(0)), colour, name, line=line)
         accuracy = np.array([run.accuracy[: len(tasks)] for run in runs])
         _curve(bottom, tasks, 100 * accuracy.mean(0), colour, name, line=line)
     every = [run for runs in groups.values() for run in runs]
-    title = f"Local redundancy over tasks: geometric means over {_seeds(groups)}"
-    style(top, _REDUNDANCY, title)
-    title = "Accuracy right after training on a task: means over the same"
-    style(bottom, f"accuracy on {every[0].tested_on}, %", title)
+    _style_both(
+        figure,
+        every,
+        f"Local redundancy over tasks: geometric means over {_seeds(groups)}",
+        "Accuracy right after training on a task: means over the same",
+    )
     log_axis(top)
-    count_axis(bottom, f"task{_thick(every)}")
-    legend_below(figure, bottom)
     return figure
 
 
@@ -129,16 +138,15 @@ def _count(numbers: Iterable[Array], things: str) -> str:
     known = finite(np.concatenate([*numbers, np.empty(0)]))
     if not len(known):
         return ""
-    least, most = int(known.min()), int(known.max())
-    range_of_them = str(least) if most == least else f"{least} to {most}"
-    return f", n = {range_of_them} {things}"
+    ends = sorted({int(known.min()), int(known.max())})
+    return f", n = {' to '.join(map(str, ends))} {things}"
 
 
 def _thick(runs: Sequence[ContinualRun]) -> str:
     """Return what stands behind the axis of tasks where there are two kinds of lines."""
     if max(map(len, runs)) < _FROM:
         return ""
-    return f" (thin: each; thick: running mean over {_SMOOTH})"
+    return f" (thin: each; thick: running median over {_SMOOTH})"
 
 
 def ablation_curves(
@@ -178,12 +186,12 @@ def ablation_curves(
     return figure
 
 
-def layer_map(run: ContinualRun, most: int = 40) -> Any:
+def layer_map(run: ContinualRun) -> Any:
     """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
 
     Modules are in network order, top to bottom. Returns None if no values by module were recorded.
 
-    Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks
+    Modules are joined into blocks until there are at most 40 rows; beyond 400 columns tasks
     are averaged.
     """
     from matplotlib.colors import LogNorm
@@ -191,7 +199,7 @@ def layer_map(run: ContinualRun, most: int = 40) -> Any:
     means = run.per_parameter()
     if not means:
         return None
-    rows, cells, start, width = _cells(means, most)
+    rows, cells, start, width = _cells(means)
     if not cells.count():
         return None
     low, high = float(cells.min()), float(cells.max())
@@ -218,19 +226,17 @@ def layer_map(run: ContinualRun, most: int = 40) -> Any:
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("E||grad||², log colours", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=8, colors=MUTED)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     return figure
 
 
 def _cells(
-    means: Mapping[int, Mapping[str, float]], most: int
+    means: Mapping[int, Mapping[str, float]],
 ) -> tuple[list[str], np.ma.MaskedArray[Any, Any], int, int]:
     """Average local redundancy over columns of tasks, by module.
 
     Args:
         means: Task to the mean of each parameter.
-        most: Rows, at most.
 
     Returns:
         Names of the modules, positive values ``[modules, columns]`` (the rest masked), the first
@@ -238,7 +244,9 @@ def _cells(
     """
     names = next(iter(means.values())).keys()
     groups = {
-        task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names
+        task: group_to_fit(values, _ROWS)
+        for task, values in means.items()
+        if values.keys() == names
     }
     rows = list(next(iter(groups.values())))
     start, last = min(groups), max(groups)
@@ -342,7 +350,7 @@ def _redundancy_curve(
     tasks, values = np.arange(len(run)), run.measure(name)
     positive = np.where(values > 0, values, np.nan)
     error_band(axes, tasks, positive, run.measure(name, "stderr"), colour)
-    _curve(axes, tasks, np.log(positive), colour, text, exponential=True, **look)
+    _curve(axes, tasks, positive, colour, text, **look)
 
 
 def _curve(
@@ -352,31 +360,24 @@ def _curve(
     colour: str,
     name: str,
     *,
-    exponential: bool = False,
     marked: bool = False,
     line: str = "-",
 ) -> None:
-    """Draw one curve over tasks: each value thin and, from 150 tasks on, the running mean thick.
-
-    With ``exponential``, ``values`` are logarithms and are shown as the numbers themselves.
-    """
+    """Draw one curve over tasks: values thin and, from 150 tasks on, their running median thick."""
     known = np.isfinite(values)
     if not known.any():
         return
     tasks, values = tasks[known], values[known]
-    shown = np.exp if exponential else np.asarray
     look = {"color": colour, "linestyle": line, "label": name or None}
     if len(values) < _FROM:
         marker = "o" if marked or len(values) == 1 else ""
-        axes.plot(tasks, shown(values), linewidth=1.4, marker=marker, markersize=4, **look)
+        axes.plot(tasks, values, linewidth=1.4, marker=marker, markersize=4, **look)
         return
-    axes.plot(tasks, shown(values), linewidth=0.6, alpha=0.35, **{**look, "label": None})
-    axes.plot(tasks, shown(_running_mean(values)), linewidth=1.8, **look)
+    axes.plot(tasks, values, linewidth=0.6, alpha=0.35, **{**look, "label": None})
+    axes.plot(tasks, _running_median(values), linewidth=1.8, **look)
 
 
-def _running_mean(values: Array) -> Array:
-    """Mean over the 30 values around each, fewer at the ends."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    middle = np.arange(len(values))
-    low, high = np.maximum(middle - _SMOOTH // 2, 0), np.minimum(middle + _SMOOTH // 2, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+def _running_median(values: Array) -> Array:
+    """Median over the 31 values around each; the series is reflected at its ends."""
+    padded = np.pad(values, _SMOOTH // 2, mode="reflect")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH), axis=1)

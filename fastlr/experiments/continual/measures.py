@@ -74,7 +74,7 @@ class Measurer:
     The estimators of local redundancy are kept, so that their plans are made once.
 
     Attributes:
-        chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is
+        chunks: Inputs at a time of each estimator, by name: chosen by the memory when it is
             first used, and then kept in the checkpoint, as they change the last bits of a value.
         per_image: The values of local redundancy's synthetic images at the last measurement.
     """

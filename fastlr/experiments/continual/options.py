@@ -10,12 +10,14 @@ from typing import Any, Literal
 from fastlr.errors import InputError
 from fastlr.experiments.continual.fields import FIELDS, MEASURES
 from fastlr.experiments.continual.interventions import INTERVENTIONS, asked_for
+from fastlr.experiments.data import FreshDigits, PermutedDigits
 from fastlr.experiments.runs.options import ON_A_CORE, differences, option
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import StepMode
 
 RANDOM_LABELS, SYNTHETIC = "random-labels", "synthetic"  # data that need no store
-RANDOM_DIGITS, PERMUTED_DIGITS = "random-labels-digits", "permuted-digits"
+RANDOM_DIGITS = "random-labels-digits"
+DIGITS = {"permuted-digits": PermutedDigits, "fresh-digits": FreshDigits}
 MEMORISED = (RANDOM_LABELS, RANDOM_DIGITS)  # with labels that only memory knows
 OF_THE_ABLATION = ("local_redundancy_noise", "local_redundancy_next_task")  # the paper's Table 4
 OF_THE_TABLES = (
@@ -61,10 +63,10 @@ class ContinualOptions(TrainingOptions):
         data: Folder of an image store, ``synthetic`` for `synthetic_store` with
             ``synthetic_classes``, or ``random-labels`` for `fastlr.experiments.data.RandomLabels`
             with ``random_images`` and ``random_classes``; ``random-labels-digits`` is the same on
-            handwritten digits, ``permuted-digits`` `fastlr.experiments.data.PermutedDigits` (both
-            of scikit-learn).
+            handwritten digits, ``permuted-digits`` `fastlr.experiments.data.PermutedDigits` and
+            ``fresh-digits`` `fastlr.experiments.data.FreshDigits` (all of scikit-learn).
         synthetic_classes: Their number (32 x 32, 200 training and 50 test images each).
-        random_images: Training images of every task of random labels or permuted digits.
+        random_images: Training images of every task of random labels or digits.
         random_classes: Of every task of random labels; of digits 10, of other tasks two.
         tasks: How many, in all.
         optimiser: ``adamw`` or ``sgd``.
@@ -144,9 +146,9 @@ class ContinualOptions(TrainingOptions):
     @property
     def classes(self) -> int:
         """Classes of a task."""
-        return {PERMUTED_DIGITS: 10, **dict.fromkeys(MEMORISED, self.random_classes)}.get(
-            self.data, 2
-        )
+        if self.data in MEMORISED:
+            return self.random_classes
+        return DIGITS[self.data].classes if self.data in DIGITS else 2
 
 
 # What the paper leaves open, in its words, and these options decide.
@@ -257,7 +259,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
         4,204,594 parameters for 5.47 million (the network's size with 1,000 classes is 5,483,032)
     """
     paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
-    if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):
+    if options.data in (*MEMORISED, *DIGITS, SYNTHETIC):
         actual: dict[str, Any] = {"images": options.data}
     else:
         given = {"resize": "crop", **data}

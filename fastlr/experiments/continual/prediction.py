@@ -9,6 +9,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from fastlr.display.sheets import Sheet
+from fastlr.experiments.continual.fields import LEARNING_SPEED
 from fastlr.experiments.continual.records import HORIZON, ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import Array, all_measures, finite
@@ -24,8 +25,8 @@ class Prediction:
 
     Attributes:
         measure: Its name.
-        base: R^2 of task number (a line for each run) and current accuracy, against each run's
-            mean.
+        base: R^2 of task number (a line for each run), the mean accuracy of the last ten tasks and,
+            where it was measured, learning speed, against each run's mean.
         gain: What R^2 gains by the measure (its logarithm, where positive).
         low: Lower end of the gain's 95 % interval by bootstrap of blocks: those of one seed at the
             same tasks are one.
@@ -47,11 +48,20 @@ class Series:
 
     Attributes:
         seed: Of the run, or its name if it does not tell: runs of one seed are resampled together.
-        columns: ``[tasks, 3]``: future accuracy, accuracy now, the measure now.
+        target: Mean accuracy of the next tasks ``[tasks]``.
+        base: What is known without the measure ``[tasks, b]``.
+        measure: The measure now ``[tasks]``.
     """
 
     seed: Hashable
-    columns: Array
+    target: Array
+    base: Array
+    measure: Array
+
+    @property
+    def columns(self) -> Array:
+        """Target, base and measure ``[tasks, 1 + b + 1]``."""
+        return np.column_stack([self.target, self.base, self.measure])
 
 
 @dataclass(frozen=True)
@@ -86,24 +96,44 @@ def predictions(
         A prediction for each measure that has enough tasks, in the order of the tables.
     """
     targets = [run.future_accuracy() for run in runs]
+    names = order(all_measures(runs))
+    bases = [[recent_mean(run.accuracy)] for run in runs]
+    if LEARNING_SPEED in names:
+        for base, run in zip(bases, runs):
+            base.append(run.measure(LEARNING_SPEED))
     found = []
-    for name in order(all_measures(runs)):
-        measured = [run.measure(name) for run in runs]
-        if all((finite(values) > 0).all() for values in measured):
-            measured = [np.log(values) for values in measured]
-        series = []
-        for run, target, values in zip(runs, targets, measured):
-            columns = np.stack([target, run.accuracy, values], 1)
-            series.append(Series(run.options.get("seed", run.name), columns))
-        prediction = _predict(name, series, resamples, seed)
+    for name in names:
+        if name == LEARNING_SPEED:
+            continue
+        measured = in_logarithms([run.measure(name) for run in runs])
+        series = [
+            Series(run.options.get("seed", run.name), target, np.column_stack(base), values)
+            for run, target, base, values in zip(runs, targets, bases, measured)
+        ]
+        prediction = predict(name, series, resamples, seed)
         if prediction is not None:
             found.append(prediction)
     return found
 
 
-def _predict(
-    measure: str, series: Sequence[Series], resamples: int, seed: int
-) -> Prediction | None:
+def recent_mean(accuracy: Array, tasks: int = HORIZON) -> Array:
+    """Return the mean of what is known of the last ``tasks`` accuracies at each task; else NaN."""
+    means = np.full(len(accuracy), np.nan)
+    for t in range(len(accuracy)):
+        known = finite(accuracy[max(0, t + 1 - tasks) : t + 1])
+        if len(known):
+            means[t] = known.mean()
+    return means
+
+
+def in_logarithms(measured: Sequence[Array]) -> list[Array]:
+    """Return the logarithms of a measure's values in several runs, if all known are positive."""
+    if all((finite(values) > 0).all() for values in measured):
+        return [np.log(values) for values in measured]
+    return list(measured)
+
+
+def predict(measure: str, series: Sequence[Series], resamples: int, seed: int) -> Prediction | None:
     """Compare the squared errors of both predictions; None if there are too few blocks."""
     squares: dict[Hashable, Array] = {}
     n = 0
@@ -129,30 +159,32 @@ def _errors_of_block(series: Sequence[Series], fold: int) -> Iterator[tuple[Held
 
     They are the errors of the prediction without the measure, of that with it, and the total.
     """
-    longest = max(len(run.columns) for run in series)
+    longest = max(len(run.target) for run in series)
     start, stop = longest * fold // FOLDS, longest * (fold + 1) // FOLDS
     learned, block = [], []
     for run in series:
-        tasks = np.arange(len(run.columns), dtype=float)
-        known = np.isfinite(run.columns).all(1)
+        columns = run.columns
+        tasks = np.arange(len(columns), dtype=float)
+        known = np.isfinite(columns).all(1)
         inside = known & (tasks >= start) & (tasks < stop)
         outside = known & ((tasks < start - HORIZON) | (tasks >= stop + HORIZON))
         if outside.sum() < FEWEST or not inside.any():
             continue
-        lines = np.polyfit(tasks[outside], run.columns[outside], 1)
-        without_trend = run.columns - np.stack([tasks, np.ones_like(tasks)], 1) @ lines
+        lines = np.polyfit(tasks[outside], columns[outside], 1)
+        without_trend = columns - np.stack([tasks, np.ones_like(tasks)], 1) @ lines
         learned.append(without_trend[outside])
-        target = run.columns[:, 0]
+        target = columns[:, 0]
         total = target[inside] - target[outside].mean()
         block.append(Held(run.seed, without_trend[inside], total))
     if not block:
         return
     pooled = np.concatenate(learned)
-    of_accuracy = np.linalg.lstsq(pooled[:, 1:2], pooled[:, 0], rcond=None)[0]
-    of_both = np.linalg.lstsq(pooled[:, 1:3], pooled[:, 0], rcond=None)[0]
+    of_base = np.linalg.lstsq(pooled[:, 1:-1], pooled[:, 0], rcond=None)[0]
+    of_all = np.linalg.lstsq(pooled[:, 1:], pooled[:, 0], rcond=None)[0]
     for held in block:
-        without = held.columns[:, 0] - held.columns[:, 1:2] @ of_accuracy
-        with_measure = held.columns[:, 0] - held.columns[:, 1:] @ of_both
+        target, known_now = held.columns[:, 0], held.columns[:, 1:]
+        without = target - known_now[:, :-1] @ of_base
+        with_measure = target - known_now @ of_all
         yield held, np.array([float(e @ e) for e in (without, with_measure, held.total)])
 
 
@@ -167,8 +199,9 @@ def prediction_sheet(predicted: Sequence[Prediction]) -> Sheet:
         interval = f"[{hundred(p.low, 2)}, {hundred(p.high, 2)}]"
         rows.append((label(p.measure), hundred(p.base), hundred(p.gain, 2), interval, str(p.n)))
     note = (
-        "without: from task number (a line for each run) and current accuracy; gain: by the "
-        "measure now (its logarithm where positive) besides. Least squares, slopes shared by all "
+        f"without: from task number (a line for each run), the mean accuracy of the last {HORIZON} "
+        "tasks and, where it was measured, accuracy after one epoch; gain: by the measure now (its "
+        "logarithm where positive) besides. Least squares, slopes shared by all "
         f"runs; each of {FOLDS} blocks of tasks is predicted from the others, those within "
         f"{HORIZON} tasks of it left out. Negative: worse than without. Interval: bootstrap of "
         "blocks."

@@ -23,7 +23,7 @@ from fastlr.experiments.continual.options import COMPARED, OPEN, ContinualOption
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
-from fastlr.experiments.continual.verdicts import verdicts, verdicts_by_group
+from fastlr.experiments.continual.verdicts import alarms, verdicts, verdicts_by_group
 from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -97,7 +97,11 @@ def write_report(
         tables.definitions_sheet(runs),
     ]
     setting = tables.setting(runs)
-    sentences = findings(runs, results[accuracy], resamples=resamples, seed=seed) + verdicts(runs)
+    sentences = [
+        *findings(runs, results[accuracy], resamples=resamples, seed=seed),
+        *verdicts(runs),
+        *alarms(groups),
+    ]
     numbers: dict[str, Any] = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
@@ -147,7 +151,7 @@ def _report_by_intervention(
 ) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
-    sentences = verdicts_by_group(groups)
+    sentences = [*verdicts_by_group(groups), *alarms(groups)]
     numbers = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
@@ -173,7 +177,7 @@ def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> lis
     """Return the figures of runs that are pooled, with their captions."""
     thick = ""
     if max(map(len, runs)) >= 150:
-        thick = "Thin: each task; thick: running mean over 30 tasks."
+        thick = "Thin: each task; thick: running median over 31 tasks."
     drawings = [
         Drawing(
             "redundancy-accuracy.png",

@@ -47,16 +47,16 @@ class ForgettingBlock:
     stderr: float
 
 
-def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list[ForgettingBlock]:
+def forgetting_by_blocks(runs: Sequence[ContinualRun]) -> list[ForgettingBlock]:
     """Return the mean forgetting over all tasks, then over stretches of tasks of equal length.
 
-    There are at most ``blocks`` stretches, each of at least 10 tasks.
+    There are at most ten stretches, each of at least 10 tasks.
 
     Forgetting of task t is its accuracy right after training on it minus its accuracy after task t
     + 1.
     """
     longest = max(map(len, runs))
-    size = max(10, -(-longest // blocks))
+    size = max(10, -(-longest // 10))
     stretches = [(0, longest)]
     if longest > size:
         stretches += [(start, min(start + size, longest)) for start in range(0, longest, size)]
@@ -164,29 +164,27 @@ class Agreement:
 def agreement(
     runs: Sequence[ContinualRun],
     reference: str = REFERENCE,
-    candidates: Sequence[str] | None = None,
     *,
     resamples: int = 1000,
     seed: int = 0,
 ) -> list[Agreement]:
     """Hold estimates on synthetic inputs to the one on real images of the next task.
 
+    They are local_redundancy (shapes) and all local_redundancy_* that were recorded.
+
     Args:
         runs: Runs without the reference are left out.
         reference: Name of the reference measure.
-        candidates: Names; None takes local_redundancy (shapes) and all local_redundancy_* that were
-            recorded.
         resamples: Of the bootstrap behind the standard error.
         seed: Of the bootstrap.
 
     Returns:
-        Each candidate, raw and as logarithms; empty if the reference was not recorded.
+        Each of them, raw and as logarithms; empty if the reference was not recorded.
 
     Source: paper, appendix A.4, Table 4, which gives no definitions of R^2 and MSE.
     """
     runs = [run for run in runs if reference in run.measures]
-    if candidates is None:
-        candidates = [name for name in all_measures(runs) if _is_candidate(name, reference)]
+    candidates = [name for name in all_measures(runs) if _is_candidate(name, reference)]
     result = []
     for name, transform in product(candidates, ("raw", "log")):
         pairs = []

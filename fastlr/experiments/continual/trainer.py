@@ -186,8 +186,7 @@ class Trainer(Learner):
         Some of the task's images are tried.
         """
         self.model.eval()
-        with self.autocast():
-            z = self.model(self.normalised(task.test_x[:EVALUATED], self.dtype))
+        z = self.outputs(self.normalised(task.test_x[:EVALUATED], self.dtype), self.model)
         self.model.train()
         return all(self.parallel.ranks.share(bool(z.isfinite().all())))
 
@@ -241,8 +240,7 @@ class Trainer(Learner):
         x, y, *mirrored = part
         if mirrored:
             x = torch.where(mirrored[0][:, None, None, None], x.flip(3), x)
-        with self.autocast():
-            z = self.forward(self.normalised(x, self.dtype))
+        z = self.outputs(self.normalised(x, self.dtype))
         return F.cross_entropy(z.float(), y, reduction="sum")
 
     def _to_device(self, t: Tensor) -> Tensor:
@@ -256,8 +254,7 @@ class Trainer(Learner):
         self.model.eval()
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         for images, labels in zip(x.split(EVALUATED), y.split(EVALUATED)):
-            with self.autocast():
-                z = self.model(self.normalised(images, self.dtype))
+            z = self.outputs(self.normalised(images, self.dtype), self.model)
             correct += (z.argmax(1) == labels).sum()
         self.model.train()
         return correct.item() / len(y)

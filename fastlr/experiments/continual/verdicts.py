@@ -12,6 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastlr.display.alarm import (
+    BY_ACCURACY,
+    EVERY,
+    FIRST,
+    ring_flags,
+    tasks_of_trailing_mean,
+    trailing_mean,
+)
 from fastlr.display.record import counted
 from fastlr.display.verdict import (
     PARTS,
@@ -114,6 +122,49 @@ def _moves(name: str, changes: Sequence[Change | None]) -> str:
         return f"{name} {word} {ends}"
     moved = [found.moved for found in known]
     return f"{name} has fallen in {moved.count(-1)}, risen in {moved.count(1)} of {len(known)}"
+
+
+def alarms(groups: Mapping[str, Sequence[ContinualRun]]) -> list[str]:
+    """Say when the alarm rang, by the accuracy on new tasks, and what such rings are worth.
+
+    Args:
+        groups: Name -> runs, such as those of an intervention; one run is told by its tasks,
+            several are counted.
+    """
+    told = "; ".join(f"{name}, {when_it_rang(runs)}" for name, runs in groups.items())
+    return [f"When the alarm rang, by {BY_ACCURACY.words}: {told}. {BY_ACCURACY.rates()}"]
+
+
+def when_it_rang(runs: Sequence[ContinualRun]) -> str:
+    """Say after which tasks of one run the alarm rang, or in how many of several."""
+    heard = [run for run in runs if not why_it_cannot_ring(run)]
+    if not heard:
+        return f"never, as {why_it_cannot_ring(runs[0])}"
+    rung = [rings_in(run) for run in heard]
+    if len(runs) > 1:
+        return f"in {sum(map(bool, rung))} of {counted(len(heard), 'run')}"
+    after = ", ".join(str(task + 1) for task in rung[0])
+    return f"after {after} tasks" if after else "not at all"
+
+
+def why_it_cannot_ring(run: ContinualRun) -> str:
+    """Return why the alarm cannot ring in a run, whatever happens there; "" where it can."""
+    if len(run.accuracy) <= FIRST:
+        return f"it needs more than {FIRST} tasks"
+    if math.isnan(guess(run)):
+        return "it is not known what a guess gives"
+    if not np.isfinite(run.accuracy).all():
+        return "a task was skipped"
+    return ""
+
+
+def rings_in(run: ContinualRun) -> list[int]:
+    """Return the numbers of the tasks after which the alarm by accuracy rings in a run."""
+    accuracy = run.accuracy
+    width = tasks_of_trailing_mean(BY_ACCURACY.signal)
+    read_at = np.arange(EVERY - 1, len(accuracy), EVERY)
+    recent = trailing_mean(accuracy, width)[read_at]
+    return read_at[ring_flags(BY_ACCURACY, recent, read_at, guess(run))].tolist()
 
 
 def outcome(run: ContinualRun) -> Changes:

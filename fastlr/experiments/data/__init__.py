@@ -8,7 +8,7 @@ See :func:`prepare` (``fastlr data prepare``), :class:`ImageStore`, and :mod:`.t
 from __future__ import annotations
 
 from fastlr.experiments.data.prepare import prepare
-from fastlr.experiments.data.random_labels import PermutedDigits, RandomLabels
+from fastlr.experiments.data.random_labels import FreshDigits, PermutedDigits, RandomLabels
 from fastlr.experiments.data.series import SplitSeries, Windows, open_series, split_series
 from fastlr.experiments.data.store import ImageStore
 from fastlr.experiments.data.synthetic import synthetic_store
@@ -26,6 +26,7 @@ from fastlr.experiments.data.tasks import (
 
 __all__ = [
     "ClassPairs",
+    "FreshDigits",
     "ImageStore",
     "Pair",
     "PermutedDigits",

@@ -1,26 +1,20 @@
-"""Decode the images of one class into the store: a worker process of ``fastlr data prepare``.
-
-This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in
-a tenth of a second and holds no copy of torch. See `main`.
-"""
+"""Decode the images of one class into the store."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
-import runpy
-import sys
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
+
+from fastlr.errors import InputError
 
 CHANNELS = 3
 SPLITS = ("train", "test")
@@ -35,34 +29,22 @@ RULES = {  # how an image is brought to the size of a store
     "copied as it is",
 }
 _BUFFER = 4 << 20  # bytes read or written at a time
-_EVERY = 32  # images between two reports
 MAX_FILE_MB = 512  # of one file of the source, unpacked: 700 images of 3 x 480 x 480 in a .npy file
 
 Job = dict[str, Any]
 
 
-class SourceError(Exception):
-    """The source cannot be read or has changed since it was listed; the message names the file."""
-
-
 def to_pixels(image: Image.Image, size: int, resize: str) -> np.ndarray:
     """Return ``image`` as uint8 ``[size, size, 3]`` by one of :data:`RULES`."""
+    from torchvision.transforms import functional
+
     if image.mode.startswith("I;16"):  # Pillow's convert would clip 16-bit grey at 255
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range")
-    image = image.convert("RGB")
-    width, height = image.size
-    if resize == "squash" and (width, height) != (size, size):
-        image = image.resize((size, size), Image.Resampling.BILINEAR)
-    elif (width, height) != (size, size):
-        if min(width, height) != size:
-            long = int(size * max(width, height) / min(width, height))
-            width, height = (size, long) if width <= height else (long, size)
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        left, top = int(round((width - size) / 2.0)), int(round((height - size) / 2.0))
-        image = image.crop((left, top, left + size, top + size))
-    return np.asarray(image)
+    sides = [size, size] if resize == "squash" else [size]
+    resized: Any = functional.resize(image.convert("RGB"), sides)
+    return np.asarray(functional.center_crop(resized, [size, size]))
 
 
 def decode(data: bytes, size: int, resize: str) -> np.ndarray:
@@ -70,12 +52,9 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
 
     Any exception means that the file is corrupt.
     """
-    with warnings.catch_warnings():
-        # Odd metadata, palettes with transparency, very large images.
-        warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            return to_pixels(image, size, resize)
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        return to_pixels(image, size, resize)
 
 
 class Files(NamedTuple):
@@ -94,14 +73,14 @@ class Files(NamedTuple):
         """Return a file's size in bytes, for a member of an archive as the archive declares it.
 
         Raises:
-            SourceError: The size is above ``limit_mb``.
+            InputError: The size is above ``limit_mb``.
         """
         if self.zipped:
             size, unpacked = open_zip(self.root).getinfo(name).file_size, " unpacked"
         else:
             size, unpacked = os.stat(os.path.join(self.root, name)).st_size, ""
         if size > limit_mb * 1e6:
-            raise SourceError(
+            raise InputError(
                 f"{name} of {self.root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is "
                 f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
             )
@@ -116,7 +95,7 @@ class Files(NamedTuple):
         Raises:
             zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or
                 longer than declared).
-            SourceError: It is larger than the limit, not there or cannot be read (the disk, the
+            InputError: It is larger than the limit, not there or cannot be read (the disk, the
                 network or a permission; not this image).
         """
         try:
@@ -126,7 +105,7 @@ class Files(NamedTuple):
         except (zipfile.BadZipFile, zlib.error, EOFError):
             raise zipfile.BadZipFile("its data in the zip archive is damaged") from None
         except (OSError, KeyError, RuntimeError, NotImplementedError) as error:
-            raise SourceError(f"cannot read {name} of {self.root}: {error}") from error
+            raise InputError(f"cannot read {name} of {self.root}: {error}") from error
 
 
 def open_zip(path: str) -> zipfile.ZipFile:
@@ -144,7 +123,8 @@ def _open_zip(path: str, changed: int, size: int) -> zipfile.ZipFile:
 
 
 def _read(job: Job, name: str) -> bytes:
-    return Files(job["root"], job["zipped"]).read(name, job["max_file_mb"])
+    data: bytes = job["place"].read(name, job["max_file_mb"])
+    return data
 
 
 def npy_images(job: Job, name: str) -> np.ndarray:
@@ -152,13 +132,17 @@ def npy_images(job: Job, name: str) -> np.ndarray:
 
     It is checked against what its header said when it was listed.
     """
+    root = job["place"].root
     try:
-        array = np.load(io.BytesIO(_read(job, name)), allow_pickle=False)
+        data = io.BytesIO(_read(job, name))
+        array = np.load(data, allow_pickle=False)
+    except InputError:
+        raise
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SourceError(f"{name} of {job['root']} is no whole .npy file: {error}") from error
+        raise InputError(f"{name} of {root} is no whole .npy file: {error}") from error
     if array.dtype != np.uint8 or list(array.shape) != job["shape"]:
-        raise SourceError(
-            f"{name} of {job['root']} is {array.dtype} {list(array.shape)}, and was uint8 "
+        raise InputError(
+            f"{name} of {root} is {array.dtype} {list(array.shape)}, and was uint8 "
             f"{job['shape']} when listed"
         )
     return array
@@ -182,7 +166,7 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
         for name in job[split]:
             try:
                 found: np.ndarray | str = decode(_read(job, name), size, resize)
-            except (SourceError, MemoryError):
+            except (InputError, MemoryError):
                 raise
             except Exception as error:  # a decoder may raise anything on a damaged file
                 text = " ".join(str(error).split())
@@ -191,7 +175,7 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
             yield split, name, found
 
 
-def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -> dict[str, Any]:
+def write_class(job: Job) -> dict[str, Any]:
     """Write the images of one class into their block of the store, and flush it to disk.
 
     The training images come first.
@@ -202,21 +186,20 @@ def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -
 
     Args:
         job: ``out`` (the file of the store), ``first`` and ``rows`` (the block), ``size``,
-            ``resize``, ``root``, ``zipped`` and ``max_file_mb`` (the source), ``train`` and
-            ``test`` (names of files), or ``npy``, ``npy_train`` and ``shape``.
-        report: Called with the number of images since the last call.
+            ``resize``, ``place`` and ``max_file_mb`` (the source), ``train`` and ``test`` (names of
+            files), or ``npy``, ``npy_train`` and ``shape``.
 
     Returns:
         ``{"train": images, "test": images, "left_out": [{"file", "split", "reason"}], "sha256": of
         the whole block}``.
 
     Raises:
-        SourceError: A file cannot be read.
+        InputError: A file cannot be read.
         OSError: The store cannot be written.
     """
     row_bytes = job["size"] ** 2 * CHANNELS
     counts, left_out = dict.fromkeys(SPLITS, 0), []
-    digest, unreported = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with open(job["out"], "r+b", buffering=_BUFFER) as file:
         file.seek(job["first"] * row_bytes)
 
@@ -230,15 +213,10 @@ def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -
             else:
                 write(pixels.tobytes())
                 counts[split] += 1
-            unreported += 1
-            if unreported == _EVERY:
-                report(unreported)
-                unreported = 0
         for _ in range(job["rows"] - sum(counts.values())):
             write(bytes(row_bytes))
         file.flush()
         os.fsync(file.fileno())
-    report(unreported)
     return {**counts, "left_out": left_out, "sha256": digest.hexdigest()}
 
 
@@ -253,48 +231,3 @@ def block_digest(path: str, first: int, rows: int, row_bytes: int) -> str:
                 return ""
             digest.update(row)
     return digest.hexdigest()
-
-
-def do(job: Job, report: Callable[[int], None]) -> Any:
-    """Do a job of `write_class` or `block_digest`, and return its result.
-
-    The latter is ``{"check": arguments of `block_digest`}``.
-    """
-    return block_digest(*job["check"]) if "check" in job else write_class(job, report)
-
-
-def failure(error: BaseException) -> tuple[str, str, int | None]:
-    """Return what an error says to the parent process: what failed, a text, and an error number.
-
-    What failed is "source", "store" or "memory"; the number is that of an error of the store's
-    disk, else None.
-    """
-    if isinstance(error, SourceError):
-        return "source", str(error), None
-    if isinstance(error, OSError):
-        return "store", str(error), error.errno
-    return "memory", "no memory left to decode an image", None
-
-
-FAILURES = (SourceError, OSError, MemoryError)
-
-
-def main(processes: str) -> None:
-    """Do the jobs that a line on stdin lists, as a process of `fastlr.experiments.runs.processes`.
-
-    The line holds JSON pairs of a key and a job.
-
-    Messages: ``{"done": images}`` on the way, ``{"key": key, "result": result}`` for each job; at a
-    failure ``{"failure": as `failure` returns it}``, and exit code 1.
-
-    Args:
-        processes: Path of that module.
-    """
-    jobs = json.loads(sys.stdin.readline())
-    send = runpy.run_path(processes)["attach"]()
-    try:
-        for key, job in jobs:
-            send({"key": key, "result": do(job, lambda images: send({"done": images}))})
-    except FAILURES as error:
-        send({"failure": failure(error)})
-        sys.exit(1)

@@ -1,8 +1,8 @@
 """Turn a source of images into an `ImageStore`: the work of ``fastlr data prepare``.
 
-The work survives a kill at any moment. What the store is to be is written first (``plan.json``),
-the file of pixels is allocated whole (so a disk that is too small is found out at once), and every
-class whose block has been written and flushed gets a line in ``blocks.jsonl`` with its checksum;
+The work survives a kill at any moment. What the store is to be is the first line of
+``blocks.jsonl``, the file of pixels gets its whole size (a disk that is too small is found out at
+once), and every class whose block has been written and flushed gets a line there with its checksum;
 ``index.json`` comes last, and from then on the store exists. The same command again keeps the
 classes whose checksum holds and does the others; the bytes do not depend on it.
 """
@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,26 +30,26 @@ from fastlr.experiments.data.decode import (
     MAX_FILE_MB,
     RULES,
     SPLITS,
-    SourceError,
+    block_digest,
+    write_class,
 )
 from fastlr.experiments.data.layouts import ClassFiles, names_checksum, scan
 from fastlr.experiments.data.sources import Source, list_source
 from fastlr.experiments.data.store import (
     IMAGES,
     INDEX,
-    PLAN,
+    JOURNAL,
     ImageStore,
     build_index,
-    index_text,
     read_index,
 )
-from fastlr.experiments.data.workers import AGAIN, disk_error, run_jobs
+from fastlr.experiments.data.workers import AGAIN, disk_error, results
 from fastlr.files import locked, replace_file
 from fastlr.ops.philox import check_seed
 
-JOURNAL, LOCK = "blocks.jsonl", ".lock"
+LOCK = ".lock"
 MAX_SIZE = 4096
-_OURS = {IMAGES, INDEX, PLAN, JOURNAL, LOCK}
+_OURS = {IMAGES, INDEX, JOURNAL, LOCK}
 ShowProgress = Callable[[str, int, int], None]
 Blocks = dict[str, dict[str, Any]]
 
@@ -79,7 +80,7 @@ def prepare(
             ``squash``, as in the paper, or ``crop``; None: ``squash``, and for a store that is
             there its own.
         format: auto, imagenet, folder or npy.
-        workers: Processes that decode, each a class at a time (None: one a core).
+        workers: Threads that decode, each a class at a time (None: one a core).
         limit_classes: The first so many classes, or the names of those wanted.
         test_fraction: Of each class, held out for testing where the layout has no split.
         npy_train: Of each .npy file, the number of training images.
@@ -176,10 +177,7 @@ def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float)
     for entry in classes:
         known = [*entry.train, *entry.test] if listing.zipped else []
         for name in [entry.npy] if entry.npy else known:
-            try:
-                listing.place.size_within(max_file_mb, name)
-            except SourceError as error:
-                raise InputError(str(error)) from None
+            listing.place.size_within(max_file_mb, name)
 
 
 def _make(
@@ -196,43 +194,39 @@ def _make(
     _allocate(folder / IMAGES, plan["listed"] * plan["size"] ** 2 * CHANNELS)
     blocks = _intact(folder, classes, plan["size"], blocks, workers, progress)
     if len(blocks) == len(classes) and (folder / INDEX).exists():
-        _tidy(folder)
+        (folder / JOURNAL).unlink(missing_ok=True)
         return
-    replace_file(folder / PLAN, json.dumps(plan, indent=2) + "\n")
-    replace_file(folder / JOURNAL, "".join(json.dumps(block) + "\n" for block in blocks.values()))
+    lines = [json.dumps(line) + "\n" for line in (plan, *blocks.values())]
+    replace_file(folder / JOURNAL, "".join(lines))
     (folder / INDEX).unlink(missing_ok=True)
 
     place = {
         "out": str(folder / IMAGES),
         "size": plan["size"],
         "resize": plan["resize"],
-        **listing.place._asdict(),
+        "place": listing.place,
         "max_file_mb": max_file_mb,
     }
     jobs = [
-        (i, {**asdict(entry), "rows": entry.rows, **place})
-        for i, entry in enumerate(classes)
+        ({**asdict(entry), "rows": entry.rows, **place},)
+        for entry in classes
         if entry.name not in blocks
     ]
     jpeg = features.version_feature("libjpeg_turbo") or features.version_codec("jpg")
     decoder = f"Pillow {PIL.__version__}, libjpeg {jpeg}, numpy {numpy.__version__}"
-    with open(folder / JOURNAL, "a", encoding="utf-8") as journal:
-
-        def keep(i: int, result: dict[str, Any]) -> None:
-            entry = classes[i]
-            _check_not_empty(entry, result, listing)
-            blocks[entry.name] = {
-                "name": entry.name,
-                "rows": entry.rows,
-                **result,
-                "decoder": decoder,
-            }
-            journal.write(json.dumps(blocks[entry.name]) + "\n")
+    done = sum(block["rows"] for block in blocks.values())
+    add = counter(progress, "decoding", plan["listed"], done)
+    with open(folder / JOURNAL, "a", encoding="utf-8") as journal, warnings.catch_warnings():
+        # Odd metadata, palettes with transparency, very large images.
+        warnings.simplefilter("ignore")
+        for (job,), result in results(write_class, jobs, workers):
+            block = {"name": job["name"], "rows": job["rows"], **result, "decoder": decoder}
+            _check_not_empty(block, listing)
+            blocks[job["name"]] = block
+            journal.write(json.dumps(block) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
-
-        done = sum(block["rows"] for block in blocks.values())
-        run_jobs(jobs, workers, counter(progress, "decoding", plan["listed"], done), keep)
+            add(job["rows"])
     from fastlr import __version__
 
     versions = {
@@ -240,8 +234,8 @@ def _make(
         "decoders": sorted({block["decoder"] for block in blocks.values()}),
     }
     index = build_index(plan, [blocks[entry.name] for entry in classes], versions)
-    replace_file(folder / INDEX, index_text(index))
-    _tidy(folder)
+    replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    (folder / JOURNAL).unlink(missing_ok=True)
 
 
 def counter(progress: ShowProgress, what: str, total: int, done: int = 0) -> Callable[[int], None]:
@@ -259,18 +253,12 @@ def counter(progress: ShowProgress, what: str, total: int, done: int = 0) -> Cal
     return add
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what only an unfinished store needs."""
-    (folder / JOURNAL).unlink(missing_ok=True)
-    (folder / PLAN).unlink(missing_ok=True)
-
-
-def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source) -> None:
+def _check_not_empty(block: dict[str, Any], listing: Source) -> None:
     for split in SPLITS:
-        if not result[split]:
-            bad = next(item for item in result["left_out"] if item["split"] == split)
+        if not block[split]:
+            bad = next(item for item in block["left_out"] if item["split"] == split)
             raise InputError(
-                f"class {entry.name} of {listing.path}: all its images for {split} are corrupt "
+                f"class {block['name']} of {listing.path}: all its images for {split} are corrupt "
                 f"({bad['file']}: {bad['reason']}): mend or remove them, or name the wanted "
                 "classes by --limit-classes"
             )
@@ -288,9 +276,8 @@ def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
         for entry in entries:
             entry |= {split: entry[split][1] - entry[split][0] for split in SPLITS}
             del entry["first"]
-    elif (folder / PLAN).exists():
-        earlier = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        entries = _journal(folder / JOURNAL)
+    elif (folder / JOURNAL).exists():
+        earlier, *entries = _journal(folder / JOURNAL)
     else:
         foreign = sorted(
             path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS
@@ -318,8 +305,6 @@ def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
 def _journal(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of the journal; a kill can leave half a line at its end."""
     entries: list[dict[str, Any]] = []
-    if not path.exists():
-        return entries
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entries.append(json.loads(line))
@@ -338,63 +323,29 @@ def _intact(
 ) -> Blocks:
     """Return the blocks whose checksum holds, in the order of the classes."""
     row_bytes, path = size**2 * CHANNELS, str(folder / IMAGES)
-    written = {i: entry for i, entry in enumerate(classes) if entry.name in blocks}
+    written = {entry.first: entry for entry in classes if entry.name in blocks}
     if not written:
         return {}
-    jobs = [
-        (i, {"check": [path, entry.first, entry.rows, row_bytes]}) for i, entry in written.items()
-    ]
-    total = sum(entry.rows for entry in written.values())
-    add = counter(progress, "checking", total)
-    digests: dict[int, str] = {}
-
-    def keep(i: int, digest: str) -> None:
-        digests[i] = digest
-        add(classes[i].rows)
-
-    if total * row_bytes < 1 << 28:  # starting processes would take longer
-        workers = 1
-    run_jobs(jobs, workers, lambda images: None, keep)
-    return {
-        entry.name: blocks[entry.name]
-        for i, entry in written.items()
-        if digests[i] == blocks[entry.name]["sha256"]
-    }
+    jobs = [(path, entry.first, entry.rows, row_bytes) for entry in written.values()]
+    add = counter(progress, "checking", sum(entry.rows for entry in written.values()))
+    intact = set()
+    for (_, first, rows, _), digest in results(block_digest, jobs, workers):
+        add(rows)
+        if digest == blocks[written[first].name]["sha256"]:
+            intact.add(first)
+    return {entry.name: blocks[entry.name] for entry in classes if entry.first in intact}
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Give the file its full size and reserve its place on the disk.
+    """Give the file its full size, if the disk has room for it.
 
     So a disk that is too small is found out now.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        before = os.fstat(descriptor).st_size
-        if before == size:
-            return
-        try:
-            _reserve(descriptor, path, size)
-            os.truncate(path, size)  # where it was longer
-        except OSError as error:
-            os.truncate(path, min(before, size))
-            text = (
-                f"{path} needs {size / 1e9:.2f} GB, "
-                f"{shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free"
-            )
-            raise disk_error(error.errno, f"{text} ({error.strerror or error})") from error
-    finally:
-        os.close(descriptor)
-
-
-def _reserve(descriptor: int, path: Path, size: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        return
-    except AttributeError:  # not on every system
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-    if shutil.disk_usage(path).free < size - os.fstat(descriptor).st_size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.truncate(path, size)
+    if not path.exists():
+        path.touch()
+    missing, free = size - 512 * path.stat().st_blocks, shutil.disk_usage(path).free
+    if missing > free:
+        text = f"{path} needs {missing / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free"
+        raise disk_error(errno.ENOSPC, text)
+    if path.stat().st_size != size:
+        os.truncate(path, size)

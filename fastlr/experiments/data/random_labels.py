@@ -1,4 +1,4 @@
-"""Tasks on images of 8 x 8: images whose labels are drawn anew, and digits with permuted pixels."""
+"""Tasks on images of 8 x 8: labels drawn anew, digits with permuted pixels, digits as they are."""
 
 from __future__ import annotations
 
@@ -108,12 +108,37 @@ class PermutedDigits:
 
     def load(self, number: int, device: torch.device | str | None = None) -> Task:
         """Return a task."""
-        words = random_words(self.seed, indices(number, number + 1), STREAMS["pixels"], SIZE * SIZE)
-        x = self.x.flatten(2)[:, :, words[0].argsort()].view(self.x.shape)
-        x, y = x.to(device or "cpu", memory_format=torch.channels_last), self.y.to(device or "cpu")
+        order = self.order(number, SIZE * SIZE)
+        return self.split(self.x.flatten(2)[:, :, order].view(self.x.shape), self.y, device)
+
+    def order(self, number: int, count: int) -> Tensor:
+        """Return a random order of so many things ``[count]``, a function of seed and task."""
+        words = random_words(self.seed, indices(number, number + 1), STREAMS["pixels"], count)
+        return words[0].argsort()
+
+    def split(self, x: Tensor, y: Tensor, device: torch.device | str | None) -> Task:
+        """Return a task that trains on the first images and tests on the others."""
+        x, y = x.to(device or "cpu", memory_format=torch.channels_last), y.to(device or "cpu")
         return Task(x[: self.fewest], y[: self.fewest], x[self.fewest :], y[self.fewest :])
 
     facts = RandomLabels.facts
+
+
+class FreshDigits(PermutedDigits):
+    """A sequence of tasks that are one: handwritten digits, drawn anew for each.
+
+    Nothing changes from task to task but which digits are trained on and which are tested: the null
+    case of a study of lost plasticity.
+
+    Args:
+        images: So many digits are drawn for training, the others tested on.
+        seed: Of the draws.
+    """
+
+    def load(self, number: int, device: torch.device | str | None = None) -> Task:
+        """Return a task."""
+        order = self.order(number, len(self.y))
+        return self.split(self.x[order], self.y[order], device)
 
 
 def load_digits(fewest: int = 1) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,11 @@ import hashlib
 import math
 import os
 import warnings
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,9 @@ def read_series(path: str | Path) -> Table:
     and rows must follow each other in even steps: a step more than half as long again as the median
     is a gap (so months are even).
 
+    UTF-16 (by its mark), Latin-1 (what is not UTF-8), semicolons or tabs between cells (by the
+    header) and then decimal commas are read with a warning that says what was assumed.
+
     Raises:
         InputError: No such file; a cell that is empty, no number or not finite, a date that cannot
             be read, a row with too few or many cells, a gap or a step back: each named with line
@@ -101,12 +106,27 @@ def read_series(path: str | Path) -> Table:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            return _read(path, csv.reader(file))
+        data = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} is no CSV file in UTF-8: {error}") from error
+    encoding = "UTF-16" if data[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        encoding = "latin-1"
+        text = data.decode(encoding)
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    cells = ""
+    if separator != ",":
+        text = text.replace(",", ".")
+        cells = f", {separator!r} between cells and decimal commas"
+    if cells or encoding != "utf-8-sig":
+        message = f"{path} is read as {encoding.removesuffix('-sig').upper()}{cells}: check values"
+        warnings.warn(message, FastlrWarning, stacklevel=3)
+    try:
+        return _read(path, csv.reader(StringIO(text, newline=""), delimiter=separator))
+    except csv.Error as error:
+        raise InputError(f"{path} is no CSV file of numbers: {error}") from error
 
 
 def _read(path: Path, reader: Iterator[list[str]]) -> Table:
@@ -200,11 +220,12 @@ def _even_step(path: Path, column: str, dates: list[datetime], lines: list[int])
     usual = float(np.median(steps))
     for i, step in enumerate(steps):
         if step <= 0 or step > 1.5 * usual:
-            what = "is not later than" if step <= 0 else "leaves a gap after"
+            what = f"leaves a gap after {dates[i]} (the usual step is {usual:g} s): mend the rows"
+            if step <= 0:
+                what = f"is not later than {dates[i]}: sort the rows by {column}, each date once"
             raise InputError(
-                f"{path}, line {lines[i + 1]}, column {column}: {dates[i + 1]} {what} {dates[i]} "
-                f"of line {lines[i]} (the usual step is {usual:g} s); windows need even steps: "
-                "mend the rows"
+                f"{path}, line {lines[i + 1]}, column {column}: {dates[i + 1]} {what}; windows "
+                "need even steps"
             )
     return usual
 

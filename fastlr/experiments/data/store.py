@@ -27,7 +27,7 @@ from fastlr.errors import InputError
 from fastlr.experiments.data.decode import CHANNELS, SPLITS, block_digest
 
 FORMAT, VERSION = "fastlr image store", 1
-IMAGES, INDEX, PLAN = "images.u8", "index.json", "plan.json"
+IMAGES, INDEX, JOURNAL = "images.u8", "index.json", "blocks.jsonl"
 
 
 def build_index(
@@ -73,13 +73,6 @@ def build_index(
     }
 
 
-def index_text(index: dict[str, Any]) -> str:
-    """Return the index as JSON, one class a line."""
-    head = json.dumps({key: value for key, value in index.items() if key != "classes"}, indent=2)
-    lines = ",\n".join("    " + json.dumps(entry) for entry in index["classes"])
-    return head[: head.rindex("}")].rstrip() + ',\n  "classes": [\n' + lines + "\n  ]\n}\n"
-
-
 def read_index(folder: Path) -> dict[str, Any]:
     """Read and check ``index.json``.
 
@@ -90,7 +83,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if (folder / PLAN).exists():
+        if (folder / JOURNAL).exists():
             raise InputError(
                 f"{folder} is an unfinished store: run fastlr data prepare again to finish it"
             ) from None
@@ -244,8 +237,7 @@ class ImageStore:
         Args:
             classes: Their indices.
             split: "train" or "test".
-            device: Where the tensors are wanted (None: the CPU). To a GPU they go through pinned
-                memory, queued on the current stream.
+            device: Where the tensors are wanted (None: the CPU).
 
         Returns:
             images: uint8 ``[n, 3, H, W]`` with channels_last strides, class after class.
@@ -260,21 +252,13 @@ class ImageStore:
         ranges = [self.range(position, split) for position in classes]
         for position in classes:
             self.verify(position)
-        place = torch.device("cpu" if device is None else device)
-        total = sum(stop - start for start, stop in ranges)
-        pinned = place.type == "cuda"
-        pixels = torch.empty(
-            total, self.size, self.size, CHANNELS, dtype=torch.uint8, pin_memory=pinned
-        )
-        labels = torch.empty(total, dtype=torch.int64, pin_memory=pinned)
-        filled = 0
-        for label, (start, stop) in enumerate(ranges):
-            rows = slice(filled, filled + stop - start)
-            self._read(start, pixels[rows].numpy())
-            labels[rows] = label
-            filled = rows.stop
-        pixels, labels = (tensor.to(place, non_blocking=True) for tensor in (pixels, labels))
-        return pixels.permute(0, 3, 1, 2), labels
+        counts = [stop - start for start, stop in ranges]
+        pixels = torch.empty(sum(counts), self.size, self.size, CHANNELS, dtype=torch.uint8)
+        for (start, _), rows in zip(ranges, pixels.split(counts)):
+            self._read(start, rows.numpy())
+        labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        device = device or "cpu"
+        return pixels.to(device).permute(0, 3, 1, 2), labels.to(device)
 
     def _read(self, start: int, out: np.ndarray) -> None:
         """Fill ``out`` with rows of the store from ``start`` on.

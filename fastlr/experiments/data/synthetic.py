@@ -13,6 +13,7 @@ on every machine.
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fastlr.errors import InputError
 from fastlr.experiments.data.decode import CHANNELS
-from fastlr.experiments.data.store import IMAGES, INDEX, ImageStore, build_index, index_text
+from fastlr.experiments.data.store import IMAGES, INDEX, ImageStore, build_index
 from fastlr.files import replace_file
 from fastlr.ops.philox import STREAMS, check_seed, indices, random_words, uniform_integers
 
@@ -91,7 +92,7 @@ def synthetic_store(
         raise InputError(f"{folder} is there already: choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     data.tofile(folder / IMAGES)
-    replace_file(folder / INDEX, index_text(index))
+    replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return ImageStore.open(folder)
 
 

@@ -10,10 +10,10 @@ index and normalised there::
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -199,88 +199,57 @@ class Prefetcher:
 
     It loads only that one.
 
-    So two tasks are on the device at most, while the caller holds one. To a GPU the images are read
-    into pinned memory and copied on a stream of their own; a task that is handed out is complete
-    for the stream that is current there and then. An exception of the thread is raised where the
-    task is asked for, and ends the iteration. Use it in a ``with`` block, or call :meth:`close`,
-    which waits for the thread.
+    So two tasks are in memory at most, while the caller holds one; a task that is handed out is
+    moved to the device then. An exception of the thread is raised where the task is asked for, and
+    ends the iteration. Use it in a ``with`` block, or call :meth:`close`, which waits for the
+    thread.
 
     Args:
-        load: (a task's name, device) -> the task, such as the ``load`` of a `TaskSequence`.
+        load: A task's name -> the task on the CPU, such as the ``load`` of a `TaskSequence`.
         names: Of the tasks, in order: numbers.
         device: None: the CPU.
     """
 
     def __init__(
         self,
-        load: Callable[[Any, Any], Task],
+        load: Callable[[Any], Task],
         names: Iterable[Any],
         device: torch.device | str | None = None,
     ) -> None:
-        self._load_task, self._device = load, torch.device("cpu" if device is None else device)
-        self._names = iter(names)
-        self._stream: Any = None
-        if self._device.type == "cuda":
-            if self._device.index is None:
-                self._device = torch.device("cuda", torch.cuda.current_device())
-            self._stream = torch.cuda.Stream(self._device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastlr-prefetch")
-        self._next: Future[tuple[Task, Any]] | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-        self._submit()
-
-    def _submit(self) -> None:
-        name = next(self._names, None)
-        self._next = None if name is None else self._thread.submit(self._load, name)
-
-    def _load(self, name: Any) -> tuple[Task, Any]:
-        if self._stream is None:
-            return self._load_task(name, self._device), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            task = self._load_task(name, self._device)
-            return task, self._stream.record_event()
+        self._tasks = _one_ahead(load, names, device or "cpu")
 
     def __iter__(self) -> Iterator[Task]:
         return self
 
     def __next__(self) -> Task:
-        with self._lock:
-            if self._closed:
-                raise InputError(
-                    "this Prefetcher is closed: make a new one from the position wanted"
-                )
-            if self._next is None:
-                self._thread.shutdown()
-                raise StopIteration
-            try:
-                task, event = self._next.result()
-            except BaseException:
-                self._close()
-                raise
-            if event is not None:
-                current = torch.cuda.current_stream(self._device)
-                current.wait_event(event)
-                for tensor in task:
-                    tensor.record_stream(current)  # its memory belongs to the other stream
-            self._submit()
-            return task
+        return next(self._tasks)
 
     def close(self) -> None:
         """Wait for the thread and drop the task it has loaded; may be called more than once."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        self._closed = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._next = None
+        self._tasks.close()
 
     def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _one_ahead(
+    load: Callable[[Any], Task], names: Iterable[Any], device: torch.device | str
+) -> Generator[Task, None, None]:
+    """Yield tasks on a device; `Prefetcher` says how."""
+    following = iter(names)
+    with ThreadPoolExecutor(1, thread_name_prefix="fastlr-prefetch") as thread:
+
+        def begun() -> list[Future[Task]]:
+            return [thread.submit(load, name) for name in islice(following, 1)]
+
+        coming = begun()
+        while coming:
+            task = coming[0].result()
+            coming = begun()
+            yield Task(*(t.to(device) for t in task))
 
 
 def take(

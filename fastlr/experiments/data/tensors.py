@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastlr.errors import InputError, first_line
+from fastlr.errors import InputError, few, first_line
 from fastlr.files import read_tensors
 
 ENDINGS = (".pt", ".pth", ".npy", ".safetensors")
@@ -43,7 +43,7 @@ def read_tensor(path: str | Path) -> Tensor:
     if isinstance(content, Mapping):
         tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
         if len(tensors) != 1:
-            names = ", ".join(list(tensors)[:4]) or "none"
+            names = few(tensors) or "none"
             raise InputError(
                 f"{path} holds {len(tensors)} tensors ({names}): save the inputs alone"
             )

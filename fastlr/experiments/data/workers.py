@@ -1,85 +1,53 @@
-"""Run the jobs of `fastlr.experiments.data.decode`, in this process or in others.
-
-Their failures become fastlr's errors.
-"""
+"""Do the work of ``fastlr data prepare`` on several classes at a time, and say why it fails."""
 
 from __future__ import annotations
 
 import errno
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from fastlr.errors import FastlrError, InputError
-from fastlr.experiments.data import decode
-from fastlr.experiments.runs import processes
 
 AGAIN = "what is done is kept, and the same command goes on from there"
-_START = (
-    "import json, runpy, sys; sys.path = json.loads(sys.argv[1]); "
-    "runpy.run_path(sys.argv[2])['main'](sys.argv[3])"
-)
-_PARTS = 4  # that the jobs are cut into for each process, so that all end at about the same time
 
 
-def run_jobs(
-    jobs: Sequence[tuple[int, decode.Job]],
-    workers: int,
-    report: Callable[[int], None],
-    keep: Callable[[int, Any], None],
-) -> None:
-    """Do jobs.
+def results(
+    work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], workers: int
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield each job, as soon as it is done, with its result.
+
+    Decoders, hashes and files let other threads run while they work.
 
     Args:
-        jobs: Pairs of a key and a job of `fastlr.experiments.data.decode.do`.
-        workers: How many processes; 1 does the work in this one.
-        report: Called with numbers of images.
-        keep: Called with the key of a job that is done and its result.
+        work: Does a job.
+        jobs: Its arguments, for each job.
+        workers: How many threads.
 
     Raises:
         InputError: The source cannot be read.
         OSError: The store cannot be written.
-        FastlrError: A process has died, or memory is short.
+        FastlrError: Memory is short.
     """
-    if min(workers, len(jobs)) <= 1:
-        for key, job in jobs:
-            try:
-                result = decode.do(job, report)
-            except decode.FAILURES as error:
-                raise _error(*decode.failure(error)) from error
-            keep(key, result)
-        return
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(work, *job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], _result(future)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def listen(name: str, message: processes.Message) -> None:
-        if "done" in message:
-            report(message["done"])
-        elif "result" in message:
-            keep(message["key"], message["result"])
-        elif "failure" in message:
-            raise _error(*message["failure"])
-        elif message.get("code"):
-            raise FastlrError(
-                f"a decoding process ended with code {message['code']} (-9: killed, often for lack "
-                f"of memory; -11: an image crashed the decoder): give fewer --workers; {AGAIN}"
-            )
 
-    parts = min(len(jobs), _PARTS * workers)
-    command = [
-        sys.executable,
-        "-c",
-        _START,
-        json.dumps(sys.path),
-        decode.__file__,
-        processes.__file__,
-    ]
-    queue = [
-        processes.Job(
-            f"decoding process {part}", command, None, json.dumps(jobs[part::parts]) + "\n"
-        )
-        for part in range(parts)
-    ]
-    processes.run_jobs(queue, [{}] * workers, listen)
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except InputError as error:
+        raise InputError(f"{error}; mend it: {AGAIN}") from error
+    except OSError as error:
+        raise disk_error(error.errno, str(error)) from error
+    except MemoryError as error:
+        text = "no memory left to decode an image: give fewer --workers"
+        raise FastlrError(f"{text}; {AGAIN}") from error
 
 
 def disk_error(number: int | None, text: str) -> OSError:
@@ -91,11 +59,3 @@ def disk_error(number: int | None, text: str) -> OSError:
         else "choose a folder that can be written"
     )
     return OSError(number or errno.EIO, f"{text}: {remedy}; {AGAIN}")
-
-
-def _error(kind: str, text: str, number: int | None) -> Exception:
-    if kind == "source":
-        return InputError(f"{text}; mend it: {AGAIN}")
-    if kind == "store":
-        return disk_error(number, text)
-    return FastlrError(f"{text}: give fewer --workers; {AGAIN}")

@@ -31,7 +31,6 @@ from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans, trainable_parameters
 from fastlr.experiments.training.options import BEFORE
-from fastlr.ghost.model_io import select_output
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
@@ -105,18 +104,10 @@ class Memorizer(TrainingLoop):
             total += self.train_batch(span, samples)
         return _finite(self.parallel.sum(total).item() / self.data.n, f"in epoch {number}")
 
-    def outputs(self, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-        """Return a model's outputs for inputs ``x``.
-
-        The model is the network, or what training calls in its place.
-        """
-        with self.autocast():
-            return select_output(model(self.as_input(x)), None)
-
     def loss(self, *part: Tensor) -> Tensor:
         """Return the sum of the losses of some samples, given as their inputs and targets."""
         x, y = part
-        return self.data.losses(self.outputs(self.forward, x), y).sum()
+        return self.data.losses(self.outputs(x), y).sum()
 
     @torch.no_grad()
     def evaluate(self, when: str) -> Record:
@@ -135,7 +126,7 @@ class Memorizer(TrainingLoop):
         indices = torch.arange(self.data.n, device=self.device)
         for index in self.parallel.turns(indices.split(self.options.batch_size)):
             x, y = self.data.batch(index, self.dtype)
-            z = self.outputs(self.model, x)
+            z = self.outputs(x, self.model)
             total[0] += self.data.losses(z, y).double().sum()
             correct = self.data.right(z, y)
             if correct is not None:
@@ -270,7 +261,7 @@ DRIVER = Driver(
     open_data=_open_data,
     carry_on=_carry_on,
     finished=_finished,
-    before={**BEFORE, "redundancy_probe": "rademacher"},
+    untold_by_old_runs={**BEFORE, "redundancy_probe": "rademacher"},
     shown=_shown,
     report="fastlr.experiments.memorization.report:write_memorization_report",
 )

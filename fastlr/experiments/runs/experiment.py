@@ -27,15 +27,16 @@ import torch
 from fastlr.display.record import counted, machine
 from fastlr.distributed.connection import connect
 from fastlr.distributed.sharding import local_device, team
-from fastlr.errors import FastlrWarning, InputError, ModelError, first_line, one_line
-from fastlr.experiments.runs.folder import CONFIG, Run, commit_of_source
+from fastlr.errors import FastlrWarning, InputError, ModelError, one_line
+from fastlr.experiments.runs.folder import Run, commit_of_source, opened
+from fastlr.experiments.runs.integrity import CONFIG
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
 from fastlr.experiments.runs.processes import attach
 from fastlr.experiments.runs.progress import Progress, Report, no_report
-from fastlr.experiments.runs.shared_folder import opened
 from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
 from fastlr.ghost.runtime import versions
+from fastlr.models.loading import usable_device
 
 _START = (
     "import json, sys; sys.path = json.loads(sys.argv[1]); "
@@ -54,8 +55,8 @@ class Driver:
         options: Its options, a subclass of `RunOptions`.
         presets: Settings by name; the first is the one that is taken if none is named.
         changeable: Options that may change when a run is resumed.
-        before: What options meant for runs that were begun before they existed, where that is not
-            their default.
+        untold_by_old_runs: What options meant for runs that were begun before they existed, where
+            that is not their default.
         step: What its steps are called in records and in the display, such as "task".
         opening: What it does until the first report, for the display.
         open_data: options -> (the data, what ``config.json`` says of them). The latter has a
@@ -83,7 +84,7 @@ class Driver:
     shown: Callable[[Mapping[str, Any]], dict[str, str]]
     report: str
     analysed: tuple[str, ...] = ()
-    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    untold_by_old_runs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def preset(self) -> str:
@@ -253,7 +254,7 @@ class Driver:
         Raises:
             InputError: An option that this version of fastlr does not have.
         """
-        return from_record(self.options, {**self.before, **record})
+        return from_record(self.options, {**self.untold_by_old_runs, **record})
 
     def recorded(
         self, path: Path, config: Mapping[str, Any], settings: Mapping[str, Any], preset: str | None
@@ -375,9 +376,4 @@ def choose_device(options: RunOptions) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if team().size > 1:
         name = local_device(name) or name
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device={name}: {first_line(error)}") from error
-    return device
+    return usable_device(name, "device=")

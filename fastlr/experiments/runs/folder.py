@@ -14,6 +14,12 @@ of the step that led there*, and then appends the record. Whatever the moment of
 checkpoint says which records there must be: a line that is missing is appended when the run is
 opened again, an incomplete last line is dropped, and nothing else is ever removed. So a step is
 either done, with its record and its state, or it is done anew.
+
+Records and configuration carry digests (`fastlr.experiments.runs.integrity`), so that a file that
+was damaged or edited is refused. A folder that was begun without them goes on without.
+
+Where several ranks work on a run, rank 0 alone reads and writes the folder, and only it needs one;
+the others get what it finds there (`opened`).
 """
 
 from __future__ import annotations
@@ -24,28 +30,41 @@ import os
 import random
 import subprocess
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fastlr.distributed.process_group import broadcast
+from fastlr.distributed.sharding import ALONE, Team, team
 from fastlr.errors import FastlrWarning, InputError, first_line
+from fastlr.experiments.runs.integrity import (
+    CHECKPOINTS,
+    CONFIG,
+    LAST,
+    OUTSIDE,
+    RECORDS,
+    config_with_digest,
+    digest_of,
+    parse,
+    read_files,
+    record_in_checkpoint_alone,
+    with_digest,
+)
 from fastlr.files import (
     LOCK,
     disk_errors,
     lock_folder,
-    read_object,
     read_tensors,
     replace_file,
     save_file,
     write_all,
 )
 
-CONFIG, RECORDS, CHECKPOINTS, LAST = "config.json", "records.jsonl", "checkpoints", "last.pt"
-VERSION = 1
-_OUTSIDE = "resume"  # the kind of record that belongs to no step
+VERSION, VERSION_WITHOUT_DIGESTS = 2, 1  # of checkpoints
+_NO_LOCK = -1
 
 
 def stream_seed(seed: int, *use: int | str) -> int:
@@ -105,23 +124,28 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 class Run:
-    """The folder of one run, locked by this process.
+    """The folder of one run, locked by this process, or by rank 0 of those that work on it.
 
-    Make one by :meth:`create` or :meth:`resume`, in a ``with`` block.
+    Make one by :meth:`create` or :meth:`resume`, in a ``with`` block. Every rank calls the same
+    methods in the same order; those of a rank that holds no lock write nothing.
 
     Attributes:
+        members: The ranks that work on the run.
         path: Of the folder.
         config: The content of ``config.json``.
         state: That of the last checkpoint when the run was resumed; None if there is none yet.
         records: The records so far, those of kind "resume" included.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    members: Team = ALONE
+
+    def __init__(self, path: Path = Path(), lock: int = _NO_LOCK) -> None:
         self.path, self._lock = path, lock
         self.config: dict[str, Any] = {}
         self.state: dict[str, Any] | None = None
         self.records: list[dict[str, Any]] = []
         self._steps = 0  # records that belong to a step
+        self._digest: str | None = None  # of the last line; None where the folder has none
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Run:
@@ -145,6 +169,7 @@ class Run:
             refuse_other_files(run.path, leftovers)
             with disk_errors(run.path):
                 (run.path / CHECKPOINTS).mkdir(exist_ok=True)
+            run._digest = ""
             run.set_config(config)
         except BaseException:
             run.close()
@@ -165,38 +190,46 @@ class Run:
             )
         run = cls(folder, lock_folder(folder, make=False))
         try:
-            run.config = read_config(folder)
             run._read()
         except BaseException:
             run.close()
             raise
         return run
 
+    @property
+    def _writes(self) -> bool:
+        return self._lock != _NO_LOCK
+
     def set_config(self, config: Mapping[str, Any]) -> None:
         """Replace ``config.json`` atomically."""
         self.config = dict(config)
-        replace_file(self.path / CONFIG, json.dumps(self.config, indent=2, allow_nan=False) + "\n")
+        if self._writes:
+            written = self.config if self._digest is None else config_with_digest(self.config)
+            text = json.dumps(written, indent=2, allow_nan=False)
+            replace_file(self.path / CONFIG, text + "\n")
 
     def abandon(self) -> None:
         """Leave the folder as it was before `create`, if no step was done.
 
         This is for a run whose options turned out not to work.
         """
-        if not self._steps:
+        if self._writes and not self._steps:
             for file in [*(self.path / CHECKPOINTS).iterdir(), self.path / CONFIG]:
                 file.unlink(missing_ok=True)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
-        if record["kind"] != _OUTSIDE:
+        if record["kind"] != OUTSIDE:
             raise InputError(
                 f"records of kind {record['kind']} are written by commit, with the state they led "
                 "to"
             )
-        self._append(dict(record))
+        self._append(self._line(record))
 
     def commit(self, record: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """End a step: write the checkpoint, with the record in it, then append the record.
+
+        Every rank has the record of rank 0 afterwards.
 
         Args:
             record: What goes into ``records.jsonl``: strict JSON (no NaN).
@@ -205,14 +238,21 @@ class Run:
         Raises:
             FastlrError: The disk is full; records and the checkpoint before are as they were.
         """
-        line = _line(record)
-        whole = {"version": VERSION, "steps": self._steps + 1, "line": line, "state": dict(state)}
+        line = self._line(record)
+        whole = {
+            "version": self._version,
+            "steps": self._steps + 1,
+            "line": line,
+            "state": dict(state),
+        }
         self.write_checkpoint(LAST, whole)
-        self._append(json.loads(line))
+        self._append(line)
+        self.records[-1] = self.members.share(self.records[-1])[0]
 
     def write_checkpoint(self, name: str, content: Any) -> None:
         """Write a file of ``checkpoints/`` atomically."""
-        save_file(self.path / CHECKPOINTS / name, content)
+        if self._writes:
+            save_file(self.path / CHECKPOINTS / name, content)
 
     def read_checkpoint(self, name: str) -> Any:
         """Read a file of ``checkpoints/`` onto the CPU; None if it is not there.
@@ -220,6 +260,9 @@ class Run:
         Raises:
             InputError: It cannot be read.
         """
+        return broadcast(self.members, self._content_of(name) if self._writes else None)
+
+    def _content_of(self, name: str) -> Any:
         path = self.path / CHECKPOINTS / name
         if not path.exists():
             return None
@@ -238,6 +281,8 @@ class Run:
         Written before the step that it belongs to is committed, it is there whenever the step's
         record is; a step that is done anew writes it anew.
         """
+        if not self._writes:
+            return
         data = values.to(torch.float32).cpu().contiguous().numpy().astype("<f4").tobytes()
         with disk_errors(self.path):
             file = os.open(self.path / CHECKPOINTS / name, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -248,28 +293,47 @@ class Run:
             finally:
                 os.close(file)
 
-    def _append(self, record: dict[str, Any]) -> None:
+    @property
+    def _version(self) -> int:
+        """The version of the folder's checkpoints."""
+        return VERSION_WITHOUT_DIGESTS if self._digest is None else VERSION
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        """Return the line of the next record."""
+        line = json.dumps(record, allow_nan=False, separators=(", ", ": "))
+        return line if self._digest is None else with_digest(line, self._digest)
+
+    def _append(self, line: str) -> None:
+        """Write the line of a record, and count it among the records."""
+        record = parse(line)
+        if self._writes:
+            self._write_line(line + "\n")
+        if self._digest is not None:
+            self._digest = digest_of(line)
+        self.records.append(record)
+        if record["kind"] != OUTSIDE:
+            self._steps += 1
+
+    def _write_line(self, line: str) -> None:
         path = self.path / RECORDS
         with disk_errors(self.path), open(path, "ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
-                write_all(file.fileno(), (_line(record) + "\n").encode())
+                write_all(file.fileno(), line.encode())
                 os.fsync(file.fileno())
             except OSError:
                 os.ftruncate(file.fileno(), before)
                 raise
-        self.records.append(record)
-        if record["kind"] != _OUTSIDE:
-            self._steps += 1
 
     def _read(self) -> None:
         path = self.path / RECORDS
-        self.records, whole, size = read_lines(path)
-        if whole < size:
+        files = read_files(self.path)
+        self.config, self.records, self._digest = files.config, files.records, files.digest
+        if files.cut_short:
             warnings.warn(f"{path}: dropped an incomplete last line", FastlrWarning, stacklevel=3)
             with disk_errors(self.path):
-                os.truncate(path, whole)
-        self._steps = sum(record["kind"] != _OUTSIDE for record in self.records)
+                os.truncate(path, files.whole)
+        self._steps = sum(record["kind"] != OUTSIDE for record in self.records)
         last = self.read_checkpoint(LAST)
         if last is None:
             if self._steps:
@@ -277,21 +341,22 @@ class Run:
                     f"{self.path} has records but no {CHECKPOINTS}/{LAST}: begin the run anew"
                 )
             return
-        if last.get("version") != VERSION or not 0 <= last["steps"] - self._steps <= 1:
+        if last.get("version") != self._version or last["steps"] < self._steps:
             raise InputError(
                 f"{self.path / CHECKPOINTS / LAST} (version {last.get('version')}, "
                 f"{last.get('steps')} steps) does not belong to the {self._steps} records of "
                 f"{RECORDS}: begin the run anew"
             )
-        if last["steps"] > self._steps:  # the process ended between the checkpoint and the record
-            self._append(json.loads(last["line"]))
+        line = last["line"]
+        if record_in_checkpoint_alone(self.path, self.records, self._digest, last["steps"], line):
+            self._append(line)
         self.state = last["state"]
 
     def close(self) -> None:
         """Give the lock back; may be called more than once."""
-        if self._lock >= 0:
+        if self._writes:
             os.close(self._lock)
-            self._lock = -1
+            self._lock = _NO_LOCK
 
     def __enter__(self) -> Run:
         return self
@@ -300,52 +365,38 @@ class Run:
         self.close()
 
 
+def opened(work: Callable[[], Run]) -> Run:
+    """Return the run that ``work`` creates or resumes; with several ranks, rank 0 alone does that.
+
+    What rank 0 raises is raised on all of them, as they wait for each other where it writes a step.
+
+    Args:
+        work: Such as ``lambda: Run.resume(path)``.
+
+    Raises:
+        InputError, FastlrError: As ``work`` does, on all ranks.
+    """
+    members = team()
+    run = work() if members.rank == 0 else Run()
+    if members.size == 1:
+        return run
+    run.members = members
+    try:
+        texts = json.dumps([str(run.path), run.config, run.records])
+        texts, run.state = broadcast(members, (texts, run.state))
+    except BaseException:
+        run.close()
+        raise
+    path, run.config, run.records = json.loads(texts)
+    run.path = Path(path)
+    return run
+
+
 def refuse_other_files(path: Path, names: Collection[str]) -> None:
     """Raise InputError if a folder holds anything but files of these names."""
     others = sorted(file.name for file in path.iterdir() if file.name not in names)
     if others:
         raise InputError(f"{path} is not empty ({', '.join(others[:3])}): choose a new folder")
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Read ``config.json`` of a run.
-
-    Raises:
-        InputError: It is not there or damaged.
-    """
-    file = Path(path) / CONFIG
-    if not file.exists():
-        raise InputError(f"{path} holds no run: there is no {CONFIG}")
-    return read_object(file)
-
-
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, int]:
-    """Read records: (records, bytes up to the end of the last whole one, bytes of the file).
-
-    Raises:
-        InputError: A line other than the last is no record.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0, 0
-    records: list[dict[str, Any]] = []
-    whole = 0
-    lines = data.splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "kind" not in record:
-            if number < len(lines):
-                raise InputError(
-                    f"{path}, line {number}: no record of a run; restore the file from a copy"
-                )
-            break
-        records.append(record)
-        whole += len(line)
-    return records, whole, len(data)
 
 
 def commit_of_source() -> str | None:
@@ -370,7 +421,3 @@ def commit_of_source() -> str | None:
         return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False, separators=(", ", ": "))

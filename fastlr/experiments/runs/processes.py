@@ -2,16 +2,12 @@
 
 So many run at a time, and none outlives this process.
 
-Both ends are here: `run_jobs` for the parent, `attach` for the process. Only the standard library
-is imported, so that a process that needs no torch loads this file by itself and starts in a tenth
-of a second.
+Both ends are here: `run_jobs` for the parent, `attach` for the process.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
 import signal
 import subprocess
 import threading
@@ -20,8 +16,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from fastlr.errors import FastlrError
 
 _MESSAGES = (
     "FASTLR_REPORT"  # environment variable: the descriptor that a process writes its messages to
@@ -39,16 +39,12 @@ class Job:
     Attributes:
         name: For people.
         command: With its arguments.
-        log: A file that stdout and stderr are appended to; its folder exists. None: they are this
-            process's.
-        work: A line that the process reads from stdin before it calls `attach`, for what is too
-            long for an argument.
+        log: A file that stdout and stderr are appended to; its folder exists.
     """
 
     name: str
     command: Sequence[str]
-    log: Path | None
-    work: str = ""
+    log: Path
 
 
 def run_jobs(
@@ -85,41 +81,30 @@ def job_messages(
     Closing the generator ends all jobs.
 
     The messages of a job are ``{"event": "started"}``, what its process sends, and at last
-    ``{"event": "ended", "error": a line or None, "code": exit code, "killed": True if a signal
-    ended it}``. The line is what the process sent as "error", or the last line of its log.
+    ``{"event": "ended", "error": a line or None, "killed": True if a signal ended it}``. The line
+    is what the process sent as "error", or the last line of its log.
     """
     waiting, free = deque(jobs), deque(slots)
-    running: list[_Process] = []
-    with selectors.DefaultSelector() as selector:
-        try:
-            while waiting or running:
-                while waiting and free:
-                    process = _Process(waiting.popleft(), free.popleft())
-                    running.append(process)
-                    selector.register(process.pipe, selectors.EVENT_READ, process)
-                    yield process.job.name, {"event": "started"}
-                for key, _ in selector.select(_POLL):
-                    yield from key.data.messages()
-                    if key.data.silent:
-                        selector.unregister(key.fileobj)
-                for process in [process for process in running if process.popen.poll() is not None]:
-                    yield from process.messages()  # what it sent last
-                    if process.pipe in selector.get_map():
-                        selector.unregister(process.pipe)
-                    running.remove(process)
-                    process.close()
-                    free.append(process.slot)
-                    code = process.popen.returncode
-                    ended = {
-                        "event": "ended",
-                        "error": process.failure(),
-                        "code": code,
-                        "killed": code < 0,
-                    }
-                    yield process.job.name, ended
-        finally:
-            for process in running:
+    running: dict[Any, _Process] = {}  # by the pipe of each
+    try:
+        while waiting or running:
+            while waiting and free:
+                process = _Process(waiting.popleft(), free.popleft())
+                running[process.pipe] = process
+                yield process.job.name, {"event": "started"}
+            for pipe in wait([*running], _POLL):
+                yield from running[pipe].messages()
+            for process in [each for each in running.values() if each.popen.poll() is not None]:
+                yield from process.messages()  # what it sent last
+                del running[process.pipe]
                 process.close()
+                free.append(process.slot)
+                killed = process.popen.returncode < 0
+                ended = {"event": "ended", "error": process.failure(), "killed": killed}
+                yield process.job.name, ended
+    finally:
+        for process in running.values():
+            process.close()
 
 
 class _Process:
@@ -127,47 +112,36 @@ class _Process:
 
     def __init__(self, job: Job, slot: Mapping[str, str]) -> None:
         self.job, self.slot = job, slot
-        self.silent = False  # the pipe has come to its end
         self._error: str | None = None  # the one that it sent
-        self._incomplete = b""  # a line that has not come to its end
-        self.pipe, write_end = os.pipe()
-        os.set_blocking(self.pipe, False)
+        self.pipe, write_end = Pipe(duplex=False)
         try:
-            with open(job.log or os.devnull, "ab") as log:
+            with open(job.log, "ab") as log:
                 log.write(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} {job.name}\n".encode())
                 log.flush()
-                output = None if job.log is None else log
                 self.popen = subprocess.Popen(
                     job.command,
                     stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **slot, _MESSAGES: str(write_end)},
-                    pass_fds=[write_end],
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **slot, _MESSAGES: str(write_end.fileno())},
+                    pass_fds=[write_end.fileno()],
                     # Ctrl-C comes to this process alone, which ends the others.
                     start_new_session=True,
                 )
         except OSError as error:
-            from fastlr.errors import FastlrError
-
-            os.close(self.pipe)
+            self.pipe.close()
             raise FastlrError(f"{job.name} cannot be started: {error}") from error
         finally:
-            os.close(write_end)
-        assert self.popen.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: its exit code tells
-            self.popen.stdin.write(job.work.encode())
-            self.popen.stdin.flush()
+            write_end.close()
 
     def messages(self) -> list[tuple[str, Message]]:
         """Return the job's name with each message that has come since the last call."""
-        data = self._incomplete
-        with suppress(BlockingIOError):
-            while new := os.read(self.pipe, 65536):
-                data += new
-            self.silent = True
-        *lines, self._incomplete = data.split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        messages: list[Message] = []
+        try:
+            while self.pipe.poll():
+                messages.append(self.pipe.recv())
+        except (EOFError, OSError):  # it has ended, perhaps in the midst of a message
+            self.popen.wait()
         for message in messages:
             self._error = message.get("error", self._error)
         return [(self.job.name, message) for message in messages]
@@ -182,7 +156,7 @@ class _Process:
         if code < 0:
             why = ", often for lack of memory" if code == -signal.SIGKILL else ""
             return f"ended by signal {-code} ({signal.Signals(-code).name}){why}"
-        text = "" if self.job.log is None else self.job.log.read_text(errors="replace")
+        text = self.job.log.read_text(errors="replace")
         lines = [line.strip() for line in text.split("\n--- ")[-1].splitlines()[1:] if line.strip()]
         return lines[-1] if lines else f"ended with code {code}"
 
@@ -192,9 +166,8 @@ class _Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
         assert self.popen.stdin is not None
-        with suppress(BrokenPipeError):
-            self.popen.stdin.close()
-        os.close(self.pipe)
+        self.popen.stdin.close()
+        self.pipe.close()
 
 
 def attach() -> Callable[[Message], None]:
@@ -206,8 +179,8 @@ def attach() -> Callable[[Message], None]:
     this process and those that it has started (its process group) are killed. Stdin is empty from
     here on.
     """
-    watched, pipe = os.dup(0), int(os.environ.pop(_MESSAGES))
-    os.set_inheritable(pipe, False)
+    watched, pipe = os.dup(0), Connection(int(os.environ.pop(_MESSAGES)), readable=False)
+    os.set_inheritable(pipe.fileno(), False)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -221,9 +194,7 @@ def attach() -> Callable[[Message], None]:
     threading.Thread(target=watch, daemon=True, name="fastlr-watch").start()
 
     def send(message: Message) -> None:
-        line = (json.dumps(message) + "\n").encode()
         with suppress(BrokenPipeError):  # the parent has gone: so shall we, at once
-            while line:
-                line = line[os.write(pipe, line) :]
+            pipe.send(message)
 
     return send

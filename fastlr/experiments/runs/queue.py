@@ -28,13 +28,8 @@ import torch
 
 from fastlr.errors import InputError
 from fastlr.experiments.runs.experiment import Driver
-from fastlr.experiments.runs.folder import (
-    CONFIG,
-    RECORDS,
-    read_config,
-    read_lines,
-    refuse_other_files,
-)
+from fastlr.experiments.runs.folder import refuse_other_files
+from fastlr.experiments.runs.integrity import CONFIG, read_files
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
@@ -265,9 +260,9 @@ class Queue:
         path = self.path / name
         if not (path / CONFIG).exists():
             return False
-        options = self.driver.recorded(path, read_config(path), changed, None)
-        records, _, _ = read_lines(path / RECORDS)
-        return self.driver.finished(dataclasses.replace(options, **changed), records)
+        files = read_files(path)
+        options = self.driver.recorded(path, files.config, changed, None)
+        return self.driver.finished(dataclasses.replace(options, **changed), files.records)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,10 +18,11 @@ import logging
 import math
 import os
 import pickle
-import shutil
 import socket
 import sys
 import tempfile
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastlr.errors import InputError, install, one_line
+from fastlr.errors import FastlrError, FastlrWarning, InputError, install, one_line
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job, Listen, Message
 from fastlr.experiments.runs.ray_node import Node, checksum, sent_whole
@@ -39,6 +40,11 @@ RETRIES = 3
 # Seconds in which a network file system shows what was written, or drops the lock of a dead node.
 _PATIENCE = 30.0
 _CONNECT = 20.0  # seconds
+# Seconds until a run that was lost is begun again, twice as many each time: Ray takes some to find
+# that a node has died.
+_PAUSE = 5.0
+_SOON = 0.5  # seconds between two looks for lost runs that may begin again
+_REACHED_BY_OTHERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _OBJECTS = 100 << 20  # bytes of shared memory for Ray's objects: only short messages pass
 
@@ -143,18 +149,20 @@ class Cluster:
 
         Raises:
             InputError: A node sees another folder, or has another fastlr.
+            FastlrError: A job was lost with the node that this process is connected to.
         """
         begin = self._starter(shared_file, share)
         waiting = deque(_Task(job) for job in jobs)
         running: list[_Task] = []
         failed: dict[str, str] = {}
         while waiting or running:
-            while waiting and (at_once is None or len(running) < at_once):
-                task = waiting.popleft()
+            while (at_once is None or len(running) < at_once) and (task := _take_due(waiting)):
+                if task.losses:
+                    self._refuse_without_own_node()
                 task.stream = begin(task)
                 running.append(task)
-            ready, _ = self.ray.wait([task.stream for task in running], num_returns=1)
-            task = next(task for task in running if task.stream is ready[0])
+            if (task := self._ready(running)) is None:
+                continue
             message = self._next_message(task)
             if "unfit" in message:
                 raise InputError(message["unfit"])
@@ -183,11 +191,21 @@ class Cluster:
             list(sys.path), pickle.dumps((task.job, node, task.losses > 0))
         )
 
+    def _ready(self, running: Sequence[_Task]) -> _Task | None:
+        """Return a task that has a message; None if none comes soon."""
+        if not running:
+            time.sleep(_SOON)
+            return None
+        streams = [task.stream for task in running]
+        ready, _ = self.ray.wait(streams, num_returns=1, timeout=_SOON)
+        return next((task for task in running if task.stream in ready), None)
+
     def _lost_or_ended(self, task: _Task, ended: Message) -> Message:
         """Return what is said of a job that has ended: "lost" if it is to be begun again."""
         if not ended["killed"] or not self.retries:
             return ended
         if task.losses < self.retries:
+            task.due = time.monotonic() + _PAUSE * 2**task.losses
             task.losses += 1
             again = f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
             return {"event": "lost", "why": ended["error"], "next": again}
@@ -210,17 +228,38 @@ class Cluster:
             why = "its Ray task ended without a word"
         return {"event": "ended", "error": why, "killed": True}
 
+    def _refuse_without_own_node(self) -> None:
+        """Raise FastlrError if the node is dead that takes this process's tasks to the others."""
+        with suppress(Exception):  # the cluster's head may not answer, each time with another error
+            mine = self.ray.get_runtime_context().get_node_id()
+            if any(node["NodeID"] == mine and node["Alive"] for node in self.ray.nodes()):
+                return
+        raise FastlrError(
+            "the Ray node of this machine has died, and nothing can be begun without it: start "
+            "again with --resume, which goes on with what has not finished"
+        )
+
     def _nodes(self) -> list[Mapping[str, float]]:
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
 
 @dataclass(eq=False)
 class _Task:
-    """A job, the stream of its messages, and how often it was lost."""
+    """A job, the stream of its messages, how often it was lost, and when it may begin."""
 
     job: Job
     stream: Any = None
     losses: int = 0
+    due: float = 0.0
+
+
+def _take_due(waiting: deque[_Task]) -> _Task | None:
+    """Take the first task that may begin by now out of those that wait."""
+    for task in waiting:
+        if task.due <= time.monotonic():
+            waiting.remove(task)
+            return task
+    return None
 
 
 @contextmanager
@@ -267,17 +306,56 @@ def connect(
 def _start(ray: Any, cores: int, stack: ExitStack) -> None:
     """Start a cluster on this machine; it and its files are gone when the stack is unwound."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    files = tempfile.mkdtemp(prefix="fastlr-ray-")
-    stack.callback(shutil.rmtree, files, ignore_errors=True)
-    stack.callback(ray.shutdown)
-    ray.init(
-        "local",
-        num_cpus=cores,
-        include_dashboard=False,
-        object_store_memory=_OBJECTS,
-        _temp_dir=files,
-        **_QUIET,
+    files = stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="fastlr-ray-", ignore_cleanup_errors=True)
     )
+    stack.callback(ray.shutdown)
+    stack.enter_context(_reached_from_here_alone(ray))
+    try:
+        ray.init(
+            "local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=_OBJECTS,
+            _temp_dir=files,
+            _system_config={"worker_niceness": 0},  # that of the local queue's processes
+            **_QUIET,
+        )
+    except Exception as error:  # Ray raises a bare Exception where this machine is too busy
+        raise FastlrError(
+            f"Ray did not start on this machine ({one_line(error)}): leave --ray out, or try again "
+            "when less runs beside it"
+        ) from error
+    address = ray.get_runtime_context().gcs_address
+    if not address.startswith("127.0.0.1:"):
+        warnings.warn(
+            f"Ray listens at {address}, where other machines reach it, since this version of it "
+            "does not bind to 127.0.0.1: leave --ray out where others are in the network",
+            FastlrWarning,
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def _reached_from_here_alone(ray: Any) -> Iterator[None]:
+    """Have the Ray that is started within listen at 127.0.0.1 alone, and put its switch back.
+
+    Ray takes ``_node_ip_address="127.0.0.1"`` for the address by which others reach this machine.
+    What it does on macOS and Windows, to listen at 127.0.0.1 alone, it does by this switch: read
+    here from a constant, and by the processes that it starts from the environment.
+    """
+    constants = ray._private.ray_constants
+    constant = getattr(constants, "ENABLE_RAY_CLUSTER", None)  # `_start` asks where Ray listens
+    variable = os.environ.get(_REACHED_BY_OTHERS)
+    constants.ENABLE_RAY_CLUSTER, os.environ[_REACHED_BY_OTHERS] = False, "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = constant
+        if variable is None:
+            del os.environ[_REACHED_BY_OTHERS]
+        else:
+            os.environ[_REACHED_BY_OTHERS] = variable
 
 
 def _join(ray: Any, address: str) -> None:

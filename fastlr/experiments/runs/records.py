@@ -22,7 +22,18 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fastlr.errors import FastlrWarning, InputError, few
+from fastlr.errors import FastlrWarning, InputError, few, first_line
+from fastlr.experiments.runs.integrity import (
+    CHECKPOINTS,
+    CONFIG,
+    LAST,
+    RECORDS,
+    Record,
+    check_digests,
+    parse,
+    record_in_checkpoint_alone,
+)
+from fastlr.files import read_object
 
 Array = NDArray[np.float64]
 ON_A_MACHINE = ("device", "threads")  # options that change no more than the last bits
@@ -32,7 +43,6 @@ _CONFIGURATIONS = 4  # in a message
 
 AnyRun = TypeVar("AnyRun", bound="RunFolder")
 Key = TypeVar("Key", bound=Hashable)
-Record = dict[str, Any]  # a line of records.jsonl
 
 
 @dataclass
@@ -46,12 +56,14 @@ class RunFolder:
         config: ``config.json``; empty if there is none.
         untrained: The record of the network before training; empty if there is none.
         rows: Step to its record: of several for one step, as after a crash, the last counts.
+        verified: Whether the files carry digests; they are as they were written, then.
     """
 
     path: Path
     config: Record = field(default_factory=dict)
     untrained: Record = field(default_factory=dict)
     rows: dict[int, Record] = field(default_factory=dict)
+    verified: bool = False
 
     experiment: ClassVar[str]  # in words, for messages
     driver: ClassVar[str]  # its name
@@ -78,7 +90,8 @@ class RunFolder:
         from fastlr.experiments.runs.experiment import find_driver
 
         driver = find_driver(self.driver)
-        return {**dataclasses.asdict(driver.options()), **driver.before, **self.options}
+        where_untold = {**dataclasses.asdict(driver.options()), **driver.untold_by_old_runs}
+        return {**where_untold, **self.options}
 
     @property
     def digest(self) -> str | None:
@@ -87,40 +100,63 @@ class RunFolder:
 
     @classmethod
     def read(cls: type[AnyRun], path: str | Path) -> AnyRun:
-        """Read a run folder; damaged lines of its records are left out with a warning.
+        """Read a run folder.
+
+        Without digests, damaged lines of its records are left out with a warning.
 
         Raises:
-            InputError: There is no records.jsonl, or it holds no record of such a run.
+            InputError: There is no records.jsonl, it holds no record of such a run, or it or the
+                configuration is not as it was written.
         """
         run = cls(Path(path))
         run.config = read_config(run.path)
-        file = run.path / "records.jsonl"
+        file = run.path / RECORDS
+        committed = _last_of_checkpoint(run.path)  # before the records, which may be going on
         try:
-            lines = file.read_bytes().rstrip().split(b"\n")
+            data = file.read_bytes()
         except OSError as error:
             reason = error.strerror or error
             raise InputError(
-                f"{run.path} is no run folder: cannot read records.jsonl ({reason})"
+                f"{run.path} is no run folder: cannot read {RECORDS} ({reason})"
             ) from error
-        kinds = set()
+        digest = check_digests(run.path, run.config, data)
+        run.verified = digest is not None
+        records = run._take_lines(data.rstrip().split(b"\n"))
+        if run.verified and committed is not None:
+            last = record_in_checkpoint_alone(run.path, records, digest, *committed)
+            if last is not None:
+                warnings.warn(
+                    f"{file} lacks the last record, which {CHECKPOINTS}/{LAST} holds: it is taken "
+                    "from there; --resume writes it",
+                    FastlrWarning,
+                    stacklevel=3,
+                )
+                run.add(last)
+                records.append(last)
+        odd = run.odd()
+        if odd:
+            warnings.warn(f"{file}: {few(odd, _SHOWN, '; ')}", FastlrWarning, stacklevel=3)
+        if {record["kind"] for record in records}.isdisjoint(cls.required):
+            raise InputError(f"{file} holds no records of {run.experiment}: nothing to report yet")
+        return run
+
+    def _take_lines(self, lines: Sequence[bytes]) -> list[Record]:
+        """Add the records of lines and return them; damaged ones are left out with a warning."""
+        records = []
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-                run.add(record)
-                kinds.add(record["kind"])
+                record = parse(line)
+                self.add(record)
+                records.append(record)
             except (ValueError, KeyError, TypeError) as error:
                 damage = f"line {number} is damaged ({_short(error)})"
                 if number == len(lines):
                     damage = "the last line is incomplete"
-                warnings.warn(f"{file}: {damage} and is left out", FastlrWarning, stacklevel=3)
-        odd = run.odd()
-        if odd:
-            warnings.warn(f"{file}: {few(odd, _SHOWN, '; ')}", FastlrWarning, stacklevel=3)
-        if kinds.isdisjoint(cls.required):
-            raise InputError(f"{file} holds no records of {run.experiment}: nothing to report yet")
-        return run
+                text = f"{self.path / RECORDS}: {damage} and is left out"
+                warnings.warn(text, FastlrWarning, stacklevel=4)
+        return records
 
     def add(self, record: Record) -> None:
         """Take a line of ``records.jsonl``; of several for one step the last counts.
@@ -227,7 +263,7 @@ def run_folders(paths: Iterable[str | Path]) -> list[Path]:
     """
     folders: list[Path] = []
     for path in map(Path, paths):
-        if (path / "records.jsonl").exists():
+        if (path / RECORDS).exists():
             folders.append(path)
             continue
         inside = [file.parent for file in path.glob("*/records.jsonl")]
@@ -282,7 +318,7 @@ def refuse_copies(runs: Sequence[RunFolder]) -> None:
 
 
 def _lines(run: RunFolder) -> int:
-    return (run.path / "records.jsonl").read_bytes().count(b"\n")
+    return (run.path / RECORDS).read_bytes().count(b"\n")
 
 
 def refuse_mixtures(
@@ -298,7 +334,7 @@ def refuse_mixtures(
     Raises:
         InputError: They differ: the message says in what, and which belong together.
     """
-    different = [key for key in settings[0] if differs(key, settings)]
+    different = [key for key in settings[0] if told_by_all_but_differs(key, settings)]
     if not different:
         return
     told = []
@@ -320,11 +356,10 @@ def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
     return {name: value for name, value in options.items() if name not in names}
 
 
-def differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
+def told_by_all_but_differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if all settings tell an option, and not all the same value."""
-    if not all(key in setting for setting in settings):
-        return False
-    return any(setting[key] != settings[0][key] for setting in settings)
+    told_by_all = all(key in setting for setting in settings)
+    return told_by_all and any(setting[key] != settings[0][key] for setting in settings)
 
 
 def grouped(runs: Sequence[AnyRun], keys: Iterable[Key]) -> list[tuple[Key, list[AnyRun]]]:
@@ -360,19 +395,36 @@ def driver_of(paths: Iterable[str | Path]) -> str:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of ``config.json``; empty, with a warning if it is damaged."""
-    file = folder / "config.json"
+    if not (folder / CONFIG).exists():
+        return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_object(folder / CONFIG)
+    except InputError as error:
+        warnings.warn(f"{error}: reporting without it", FastlrWarning, stacklevel=3)
         return {}
-    except (OSError, ValueError) as error:
+
+
+def _last_of_checkpoint(folder: Path) -> tuple[int, str] | None:
+    """Return how many steps the last checkpoint is of and the line of the last one.
+
+    It is None where there is no checkpoint; one that cannot be read is warned of.
+    """
+    import torch
+
+    file = folder / CHECKPOINTS / LAST
+    if not file.exists():
+        return None
+    try:  # its tensors are not read
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return content["steps"], content["line"]
+    except Exception as error:  # zip, pickle and torch each raise their own
         warnings.warn(
-            f"{file} cannot be read ({_short(error)}): reporting without it",
+            f"{file} cannot be read ({first_line(error)}): whether {RECORDS} was shortened is not "
+            "known",
             FastlrWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-        return {}
-    return config if isinstance(config, dict) else {}
+        return None
 
 
 def as_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.experiments.runs.folder import RECORDS, read_lines
+from fastlr.experiments.runs.integrity import RECORDS
 from fastlr.experiments.runs.progress import Progress, Report
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
 
@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 class Mirror:
-    """Logs each record of a run after it was committed; use it in a ``with`` block.
+    """Logs each record of a run after it was committed.
 
     First of all it logs the records that are in the run's folder already.
 
@@ -43,50 +43,40 @@ class Mirror:
         require_tensorboard()
         self._path = Path(path)
         self._logger: Logger | None = None
+        self._read = 0  # bytes of the records that are logged
         self._given_up = False
         self._step, self._accuracy = 0, None
 
-    def update(self, record: Record) -> None:
-        """Log a record that has just been committed, which is in the folder's records too."""
-        if self._logger is None:
-            self._carefully(self._catch_up)
-        else:
-            self._carefully(partial(self._log, record))
+    def update(self) -> None:
+        """Log the records that have been committed since the last call."""
+        with self._carefully(), open(self._path / RECORDS, "rb") as file:
+            file.seek(self._read)
+            for line in file:
+                self._log(json.loads(line))
+            self._read = file.tell()
 
-    def __enter__(self) -> Mirror:
-        return self
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        """Close the logger; first log the folder's records if no update came.
-
-        None comes for a run that was complete.
-        """
-        if kind is None and self._logger is None:
-            self._carefully(self._catch_up)
+    def close(self) -> None:
+        """Close the log."""
         if self._logger is not None:
-            self._carefully(self._logger.close)
+            with self._carefully():
+                self._logger.close()
 
-    def _carefully(self, action: Callable[[], None]) -> None:
-        if self._given_up:
-            return
+    @contextmanager
+    def _carefully(self) -> Iterator[None]:
+        """Go on without a log where it fails."""
         try:
-            action()
+            yield
         except FastlrError as error:
+            if not self._given_up:
+                text = f"the run goes on without its log: {error}"
+                warnings.warn(text, FastlrWarning, stacklevel=4)
             self._given_up = True
-            warnings.warn(f"the run goes on without its log: {error}", FastlrWarning, stacklevel=3)
-
-    def _catch_up(self) -> None:
-        records = read_lines(self._path / RECORDS)[0]
-        if records:
-            # What was logged from step 0 on is dropped.
-            self._logger = TensorBoardLogger(self._path / TENSORBOARD, purge_step=0)
-        for record in records:
-            self._log(record)
 
     def _log(self, record: Record) -> None:
-        assert self._logger is not None
-        if record["kind"] == "resume":
+        if record["kind"] == "resume" or self._given_up:
             return
+        if self._logger is None:  # what was logged from step 0 on is dropped
+            self._logger = TensorBoardLogger(self._path / TENSORBOARD, purge_step=0)
         values = _numbers(record)
         if self._accuracy is not None and "previous_accuracy" in values:
             values["forgetting"] = self._accuracy - values["previous_accuracy"]
@@ -106,14 +96,18 @@ def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Re
     if not tensorboard:
         yield report
         return
-    with Mirror(path) as mirror:
+    mirror = Mirror(path)
 
-        def both(at: Progress) -> None:
-            report(at)
-            if at.record is not None:
-                mirror.update(at.record)
+    def both(at: Progress) -> None:
+        report(at)
+        if at.record is not None:
+            mirror.update()
 
+    try:
         yield both
+        mirror.update()  # of a run that was complete
+    finally:
+        mirror.close()
 
 
 def _numbers(record: Record) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from fastlr.experiments.data import Windows
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans
 from fastlr.experiments.training.options import TrainingOptions
-from fastlr.ghost.model_io import select_output
 
 
 class Forecaster(TrainingLoop):
@@ -52,8 +51,7 @@ class Forecaster(TrainingLoop):
             InputError: The model's forecasts have another shape.
         """
         x, y = part
-        with self.autocast():
-            z = select_output(self.forward(self.as_input(x)), None)
+        z = self.outputs(x)
         if z.shape != y.shape:
             raise InputError(
                 f"the model forecasts {tuple(z.shape)} from windows of {tuple(x.shape)}, not "

@@ -19,6 +19,7 @@ from fastlr.experiments.training.optim import (
 )
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import Compiled, TrainingSteps, resolve_mode
+from fastlr.ghost.model_io import select_output
 
 
 class TrainingLoop:
@@ -101,6 +102,11 @@ class TrainingLoop:
     def as_input(self, x: Tensor) -> Tensor:
         """Return samples as the model takes them: bfloat16 where its weights are."""
         return x.bfloat16() if self.options.dtype == "bf16-weights" else x
+
+    def outputs(self, x: Tensor, model: Callable[[Tensor], Any] | None = None) -> Tensor:
+        """Return the outputs for samples ``x`` of the model as it is trained, or of ``model``."""
+        with self.autocast():
+            return select_output((model or self.forward)(self.as_input(x)), None)
 
     @property
     def step_mode(self) -> str:

@@ -379,6 +379,6 @@ DRIVER = Driver(
     finished=_finished,
     shown=_shown,
     report="fastlr.experiments.transfer.report:write_transfer_report",
-    before=BEFORE,
+    untold_by_old_runs=BEFORE,
 )
 begin, resume = DRIVER.begin, DRIVER.resume

@@ -173,13 +173,15 @@ def losses(runs: Sequence[TransferRun]) -> dict[str, Mean]:
 
 def differences(runs: Sequence[TransferRun]) -> list[Difference]:
     """Return the paired differences of every two strategies over the seeds of complete runs."""
-    pairs = []
-    for first, second in combinations(strategies(runs), 2):
-        by_seed = [run.loss(first) - run.loss(second) for run in runs]
-        same = sum(run.picks[first]["epoch"] == run.picks[second]["epoch"] for run in runs)
-        lower = sum(value < 0 for value in by_seed)
-        pairs.append(Difference(first, second, mean_over_seeds(by_seed), lower, same))
-    return pairs
+    return [difference(runs, *pair) for pair in combinations(strategies(runs), 2)]
+
+
+def difference(runs: Sequence[TransferRun], first: str, second: str) -> Difference:
+    """Return the paired difference of two strategies."""
+    by_seed = [run.loss(first) - run.loss(second) for run in runs]
+    same = sum(run.picks[first]["epoch"] == run.picks[second]["epoch"] for run in runs)
+    lower = sum(value < 0 for value in by_seed)
+    return Difference(first, second, mean_over_seeds(by_seed), lower, same)
 
 
 def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fastlr.display.record import counted
-from fastlr.display.sheets import DASH, Sheet, outside_zero
+from fastlr.display.sheets import DASH, Sheet, outside_zero, shown
+from fastlr.errors import few
 from fastlr.experiments.runs.options import not_as_in_the_paper
 from fastlr.experiments.runs.records import as_dict, on_machines
 from fastlr.experiments.statistics.seeds import Mean
@@ -17,11 +18,19 @@ from fastlr.experiments.training.options import training_text
 from fastlr.experiments.transfer.experiment import DRIVER
 from fastlr.experiments.transfer.fields import FIELDS, REDUNDANCIES, strategy
 from fastlr.experiments.transfer.options import substitutions
-from fastlr.experiments.transfer.records import Difference, TransferRun, differences, losses
+from fastlr.experiments.transfer.records import (
+    Difference,
+    TransferRun,
+    difference,
+    differences,
+    losses,
+    strategies,
+)
 from fastlr.models.patchtst import size_beside_the_papers
 
 REFERENCE = "validation_loss"
 PAPER_SEEDS = 120
+_VALUE = "{:.6g}"
 
 
 def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
@@ -42,9 +51,7 @@ def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
     ]
     unfinished = [run.name for run in runs if not run.complete]
     if unfinished:
-        names = ", ".join(unfinished[:5])
-        more = " ..." if len(unfinished) > 5 else ""
-        notes.append(f"Left out, as they are not finished: {names}{more}.")
+        notes.append(f"Left out, as they are not finished: {few(unfinished)}.")
     return tuple(notes)
 
 
@@ -122,14 +129,10 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
 
 def _against_reference(finished: Sequence[TransferRun]) -> dict[str, Mean]:
     """Return each other strategy's difference from that of the lowest validation loss."""
-    against = {}
-    for pair in differences(finished):
-        if pair.second == REFERENCE:
-            against[pair.first] = pair.mean
-        elif pair.first == REFERENCE:
-            mean = pair.mean
-            against[pair.second] = Mean(-mean.value, mean.stderr, -mean.high, -mean.low, mean.n)
-    return against
+    names = [name for name in strategies(finished) if name != REFERENCE]
+    if REFERENCE not in finished[0].picks:
+        return {}
+    return {name: difference(finished, name, REFERENCE).mean for name in names}
 
 
 def _strategy_notes(finished: Sequence[TransferRun]) -> list[str]:
@@ -240,9 +243,9 @@ def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
                 strategy(name).label,
                 str(pick["epoch"]),
                 f"{pick['rule']} {pick['by']}",
-                _value(pick["value"]),
+                shown(pick["value"], _VALUE),
                 _next_best(pick),
-                *[_value(values[pick["epoch"]]) for values in redundancies],
+                *[shown(values[pick["epoch"]], _VALUE) for values in redundancies],
             )
             rows.append(row)
     note = (
@@ -250,10 +253,6 @@ def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "kind selection."
     )
     return Sheet("picks", "What each strategy picked", columns, rows, (note, _two_values(runs)))
-
-
-def _value(value: float) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else DASH
 
 
 def _two_values(runs: Sequence[TransferRun]) -> str:

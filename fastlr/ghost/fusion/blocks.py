@@ -15,27 +15,28 @@ class Blocks:
 
     Attributes:
         names: id of a parameter, as the forward pass uses it -> its name.
-        seen: ids of the parameters that convolutions and batch norms have used in the last forward
+        used: ids of the parameters that convolutions and batch norms have used in the last forward
             pass.
         folded: name of a convolution's weight -> what follows it in its block there.
-        plain: name of a convolution's weight -> why it had no block there.
+        not_folded: name of a convolution's weight -> why it had no block there.
         fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift
             there.
         replaced: how many calls of a kind ran in another way there: "gate", "squeeze"
             (squeeze_excitation.py), "attention", "recurrent".
-        again: something turned out there that forbids folding, and it has to be made once more.
+        must_run_again: something turned out there that forbids folding, and it has to be made once
+            more.
         refused: name of a weight -> why it runs as the model says from now on; grows.
-        calls_refused: why calls of those kinds run as the model says from now on.
+        why_no_call_is_replaced: why calls of those kinds run as the model says from now on, so that
+            only convolutions and norms are folded.
         disabled: why nothing is folded any more.
         unfused: runs recurrent layers step by step where they cannot be replaced.
         weights: makes the folded weights.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.names: dict[int, str] = {}
         self.refused: dict[str, str] = {}
-        self.calls_refused: str | None = None
+        self.why_no_call_is_replaced: str | None = None
         self.disabled: str | None = None
         self.unfused = Unfused()
         self.weights = FoldedWeights()
@@ -43,36 +44,46 @@ class Blocks:
 
     def begin(self) -> None:
         """Begin a forward pass."""
-        self.again = False
-        self.seen: set[int] = set()
+        self.must_run_again = False
+        self.used: set[int] = set()
         self.folded: dict[str, str] = {}
-        self.plain: dict[str, str] = {}
+        self.not_folded: dict[str, str] = {}
         self.fixed: set[str] = set()
         self.replaced: Counter[str] = Counter()
         self.unfused.calls = 0
-        self.weights.begin()
+        self.weights.end_pass()
 
     @property
-    def active(self) -> bool:
+    def has_folded(self) -> bool:
         """True if the last forward pass differed from the model's own."""
         return bool(self.folded or self.fixed or self.replaced)
+
+    @property
+    def replaces_calls(self) -> bool:
+        """True if the last forward pass ran calls in another way, and the next one would."""
+        return bool(self.replaced) and self.why_no_call_is_replaced is None
+
+    def replace_no_calls(self, reason: str) -> None:
+        """Fold only convolutions and norms from now on."""
+        self.why_no_call_is_replaced = reason
+
+    @property
+    def may_have_changed_the_pass(self) -> bool:
+        """True if the last forward pass may have differed from the model's own, had it ended."""
+        return self.has_folded or bool(self.used)
 
     def refuse(self, weight: Tensor, reason: str) -> None:
         """Leave a convolution unfolded from now on."""
         self.refused[self.names.get(id(weight), "?")] = reason
-        self.again = True
+        self.must_run_again = True
 
     def refuse_all(self, reason: str) -> None:
         """Fold nothing from now on."""
-        self.disabled, self.again = reason, True
+        self.disabled, self.must_run_again = reason, True
 
     def refuse_blocks(self, names: list[str], reason: str) -> None:
         """Leave the convolutions with these weights unfolded from now on."""
         self.refused.update(dict.fromkeys(names, reason))
-
-    def refuse_replaced_calls(self, reason: str) -> None:
-        """Fold only convolutions and norms from now on; all other calls run as the model says."""
-        self.calls_refused = reason
 
     def fold_nothing(self, reason: str) -> None:
         """Run the model as it is from now on."""

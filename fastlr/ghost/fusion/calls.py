@@ -105,10 +105,10 @@ def _begun(
     name = blocks.names.get(id(weight))
     if name is None or name in blocks.refused or not torch.is_grad_enabled():
         return None
-    if id(weight) in blocks.seen:
+    if id(weight) in blocks.used:
         blocks.refuse(weight, "it is used more than once")
         return None
-    blocks.seen.add(id(weight))
+    blocks.used.add(id(weight))
     plain = weight.is_leaf and weight.is_floating_point()
     if not plain or (bias is not None and id(bias) not in blocks.names):
         return None
@@ -121,7 +121,7 @@ def _begun(
     size = [] if geometry is None else geometry.output_size(input.shape[2:], weight.shape[2:])
     if geometry is None or min(size) < 1:
         return None
-    blocks.plain[name] = NO_NORM
+    blocks.not_folded[name] = NO_NORM
     x = input
     if isinstance(input, Lazy):
         x = _as_input(input, weight, geometry)
@@ -152,27 +152,27 @@ def batch_norm(blocks: Blocks, call: Call) -> Tensor | None:
 
 
 def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
-    """Return a block that has taken in batch norm; None, and why in ``plain``, if it cannot."""
+    """Return a block that has taken in batch norm; None, and why, if it cannot."""
     pending, mean, var = given["input"], given["running_mean"], given["running_var"]
     gamma, beta = given["weight"], given["bias"]
     name = blocks.names[id(pending.convolution.weight)]
     if given["training"] or mean is None or var is None:
-        blocks.plain[name] = "batch norm uses the batch's statistics"
+        blocks.not_folded[name] = "batch norm uses the batch's statistics"
         return None
     if any(blocks.is_computed(t) for t in (mean, var, gamma, beta)):
-        blocks.plain[name] = "batch norm's parameters are computed"
+        blocks.not_folded[name] = "batch norm's parameters are computed"
         return None
     own = [id(t) for t in (gamma, beta, pending.convolution.bias) if t is not None]
-    if not blocks.seen.isdisjoint(own):
-        blocks.plain[name] = "a parameter is used more than once"
+    if not blocks.used.isdisjoint(own):
+        blocks.not_folded[name] = "a parameter is used more than once"
         return None
     if pending.absorbed or pending.value is not None or not torch.is_grad_enabled():
-        blocks.plain[name] = "something else uses its result"
+        blocks.not_folded[name] = "something else uses its result"
         return None
     if pending.dtype != result_dtype(pending.convolution.x):
         return None
-    blocks.seen.update(own)
-    del blocks.plain[name]
+    blocks.used.update(own)
+    del blocks.not_folded[name]
     blocks.folded[name] = "none"
     result = pending.next_step()
     result.batch_norm = Norm(mean, var, gamma, beta, float(given["eps"]))
@@ -187,16 +187,16 @@ def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
     x, gamma, beta = given["input"], given["weight"], given["bias"]
     affine = [t for t in (gamma, beta) if t is not None]
     statistics = [given["running_mean"], given["running_var"]]
-    if given["training"] or not affine or any(t is None for t in statistics):
+    uses_the_batchs_own = given["training"] or any(t is None for t in statistics)
+    if uses_the_batchs_own or not affine or not torch.is_grad_enabled():
         return None
     name = blocks.names.get(id(affine[0]))
-    if name is None or name in blocks.refused or not torch.is_grad_enabled():
+    if name is None or name in blocks.refused:
         return None
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return None
-    if x.ndim < 2 or x.shape[1] != len(affine[0]):
-        return None
-    if any(t.dtype != x.dtype or blocks.is_computed(t) for t in affine + statistics):
+    pays = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    fits = x.ndim >= 2 and x.shape[1] == len(affine[0])
+    casts_none = all(t.dtype == x.dtype for t in affine + statistics)
+    if not (pays and fits and casts_none) or any(map(blocks.is_computed, affine + statistics)):
         return None
     blocks.fixed.add(name)
     return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]))
@@ -232,9 +232,9 @@ def _as_residual(other: Tensor, block: Pending) -> Tensor:
     if not block.can_leave_activation or not isinstance(other, Lazy):
         return computed(other)
     loaded = other.loaded()
-    if loaded.gradient_at_output and loaded.gate is None:
-        return other
-    return other.compute()
+    another_reader_applies_derivative = loaded.gradient_at_output
+    block_can_load_it = another_reader_applies_derivative and loaded.gate is None
+    return other if block_can_load_it else other.compute()
 
 
 def _takes_addition(t: Any) -> bool:
@@ -315,36 +315,48 @@ def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tenso
     return result if result is None or keeps_axes(func, kwargs) else result.flatten(1)
 
 
-# Calls that may run in another way: their kind, and the functions that return the result of such a
-# call (function, arguments, keywords), or None where they do not apply. The first is for calls on a
-# block's pending result; the second gets values.
-REPLACEMENTS: dict[Callable, tuple[str, Callable | None, Callable]] = {
-    **dict.fromkeys(PRODUCTS, ("gate", _product_of_block, gate)),
-    **dict.fromkeys(MEANS, ("squeeze", _mean_of_block, squeeze)),
-    **dict.fromkeys(recurrent.CALLS, ("recurrent", None, recurrent.scanned)),
-    ATTENTION: ("attention", None, self_attention),
+class Replacement(NamedTuple):
+    """Another way in which calls of a kind may run.
+
+    Attributes:
+        kind: by what they are counted.
+        on_values: returns the result of a call (function, arguments, keywords); None where it does
+            not apply.
+        on_block: likewise, for a call on a block's pending result; it is asked first.
+    """
+
+    kind: str
+    on_values: Callable
+    on_block: Callable | None = None
+
+
+REPLACEMENTS: dict[Callable, Replacement] = {
+    **dict.fromkeys(PRODUCTS, Replacement("gate", gate, _product_of_block)),
+    **dict.fromkeys(MEANS, Replacement("squeeze", squeeze, _mean_of_block)),
+    **dict.fromkeys(recurrent.CALLS, Replacement("recurrent", recurrent.scanned)),
+    ATTENTION: Replacement("attention", self_attention),
 }
 
 
 def replacement(blocks: Blocks, call: Call) -> Any:
     """Run a call in its other way, and count it."""
-    if blocks.calls_refused is not None or not torch.is_grad_enabled():
+    if blocks.why_no_call_is_replaced is not None or not torch.is_grad_enabled():
         return None
-    kind, of_block, of_values = REPLACEMENTS[call.func]
-    result = None if of_block is None else of_block(*call)
+    other_way = REPLACEMENTS[call.func]
+    result = None if other_way.on_block is None else other_way.on_block(*call)
     if result is None:
-        result = of_values(*call.with_values())
+        result = other_way.on_values(*call.with_values())
     if result is not None:
-        blocks.replaced[kind] += 1
+        blocks.replaced[other_way.kind] += 1
     return result
 
 
 def recurrent_layer(blocks: Blocks, call: Call) -> Any:
     """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
-    result = replacement(blocks, call)
-    if result is None and torch.is_grad_enabled():
-        return blocks.unfused.call(*call.with_values())
-    return result
+    as_one_scan = replacement(blocks, call)
+    if as_one_scan is not None or not torch.is_grad_enabled():
+        return as_one_scan
+    return blocks.unfused.run_by_steps(*call.with_values())
 
 
 # Each call that is of interest. Other calls run as the model says.

@@ -19,18 +19,19 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.ghost.factors import Factor, Norms
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.rules import Site, Unsupported, rule
+from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ghost.sample_axis import Regular
 from fastlr.ghost.tokens import version
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (
-    conv_and_product,
-    keeps_product,
+    folded_and_unfolded_convolution,
+    keeps_unfolded_convolution,
     through_activation,
     through_loading,
 )
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.recent import Recent
 from fastlr.ops.reference.folded import value_of
 
 NODE = "FoldedConvBackward"
@@ -40,11 +41,16 @@ PASSES = 8  # kept in mind
 
 
 class FoldRefuted(Exception):
-    """A folded block did not give the exact norms: these weights must run unfolded."""
+    """The folding does not give the exact norms: blocks must run unfolded, or the whole model.
 
-    def __init__(self, names: list[str], reason: str) -> None:
+    Args:
+        reason: why so.
+        weights: names of the blocks' weights; none of them: the whole model.
+    """
+
+    def __init__(self, reason: str, weights: Iterable[str] = ()) -> None:
         super().__init__(reason)
-        self.names, self.reason = names, reason
+        self.reason, self.weights = reason, list(weights)
 
 
 class Fold(NamedTuple):
@@ -91,7 +97,7 @@ class FoldedWeights:
 
     def __init__(self) -> None:
         # What passes have asked for, weakly, by what they asked for first.
-        self._passes: dict[tuple, list[Fold]] = {}
+        self._passes: Recent[tuple, list[Fold]] = Recent(PASSES)
         self._first: tuple = ()  # of this pass: what it has asked for first, and all so far
         self._asked: list[Fold] = []
         # What this pass has made, by its identity: the tensors are held, so that the identity is
@@ -99,20 +105,25 @@ class FoldedWeights:
         self._made: dict[tuple, tuple[Fold, tuple[Tensor, Tensor]]] = {}
         self._one_by_one = False  # some were not made with others
 
-    def begin(self) -> None:
-        """Begin a forward pass, or end one.
-
-        What was not made at once in the pass is now, so that a CUDA graph finds it compared.
-        """
+    def end_pass(self) -> None:
+        """Drop what the pass has made, and keep in mind what it has asked for."""
         if self._asked:
-            if len(self._passes) >= PASSES:
-                self._passes.clear()
-            self._passes[self._first] = self._asked
-            if self._one_by_one and len(self._asked) > 1 and may_wait_for_device():
-                self._make(self._of_earlier_pass())
+            self._passes.put(self._first, self._asked)
+            next_pass_makes_them_at_once = self._one_by_one and len(self._asked) > 1
+            if next_pass_makes_them_at_once:
+                self._let_dispatch_compare_the_call_for_all_at_once()
             self._asked = []
         self._made.clear()
         self._one_by_one = False
+
+    def _let_dispatch_compare_the_call_for_all_at_once(self) -> None:
+        """Make all that the pass has asked for, only to hold that call to plain torch.
+
+        So the next pass, which will make it, may be captured by a CUDA graph, in which nothing can
+        be compared.
+        """
+        if may_wait_for_device():
+            self._make(self._of_earlier_pass())
 
     def get(self, fold: Fold) -> tuple[Tensor, Tensor]:
         """Return the folded weight and the numbers of the channels."""
@@ -139,7 +150,7 @@ class FoldedWeights:
         Tensors that are gone are None.
         """
         folds = []
-        for fold in self._passes.get(self._first, []):
+        for fold in self._passes.get(self._first) or []:
             folds.append(fold._replace(tensors=tuple(t() for t in fold.tensors)))
         return folds
 
@@ -230,8 +241,7 @@ class FoldedConv(torch.autograd.Function):
     Attributes of a node:
         roles: names of its inputs, those of `BlockTensors` that are given.
         options: the `BlockOptions`.
-        ready: what the rule has computed before the backward pass reaches the node: the gradients
-            at its outputs, and those at its inputs by role. None if it has not.
+        ready: what the rule has computed before the backward pass reaches the node, or None.
         norms_only: the gradients of the parameters will not be looked at.
     """
 
@@ -239,33 +249,23 @@ class FoldedConv(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        tensors, neighbours = BlockTensors(*given), options.neighbours or ALONE
-        x, weight = _cast(tensors.x, options.dtype), tensors.weight
+        tensors = BlockTensors(*given)
+        x, weight = _in_fastest_layout(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
         fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
         folded, channels = weights.get(fold)
         block = Block(weight, folded, channels, options.activation, options.geometry)
-        residual = product = mean = None
-        if options.neighbours is None and _keeps_product(x, block):
-            out, found, product = conv_and_product(x, block, tensors.residual)
-        else:
-            loaded = Loaded(x, neighbours.activation, tensors.gate)
-            if tensors.residual is not None:
-                residual = Loaded(tensors.residual, neighbours.residual_activation)
-            out, found = ops.run("folded_conv", loaded, block, residual, neighbours.mean)
-        kept: Tensor | None = found
-        if neighbours.mean:
-            mean, kept = found, out
-        if options.activation == "none":
-            kept = None  # not needed, and the model may add to the output in place
-        ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, product)
+        result = _computed(x, block, tensors, options.neighbours)
+        # Without an activation nothing is kept, and the model may add to the output in place.
+        kept = None if options.activation == "none" else result.kept
+        ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, result.unfolded_out)
         ctx.options, ctx.ready, ctx.norms_only = options, None, False
         ctx.roles = tuple(role for role, t in tensors._asdict().items() if t is not None)
         if options.neighbours is None:
-            return out
+            return result.out
         ctx.set_materialize_grads(False)
-        passed_on = tensors.x if neighbours.passes_on_x else None
-        return out, passed_on, mean
+        passed_on = tensors.x if options.neighbours.passes_on_x else None
+        return result.out, passed_on, result.mean
 
     @staticmethod
     def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:
@@ -273,26 +273,23 @@ class FoldedConv(torch.autograd.Function):
 
         Both by role; of the gradients only those of what is no parameter.
         """
-        gradients, x, block, kept, product = _backward_of(ctx, given)
-        if "residual" in ctx.roles and kept is not None:
+        x, block, gradients, kept, unfolded_out = _to_differentiate(ctx, given)
+        if "residual" in ctx.roles and block.activation != "none":
             # The gradient before the activation has to be made anyway: it is the residual's.
             g = through_activation(gradients, kept, block.activation)
-            gradients, kept = Gradients(g, gradients.loaded), None
+            gradients, kept = Gradients(g, gradients.loaded), g
             block = block._replace(activation="none")
-        kept = gradients.output if kept is None else kept
         want_input = ctx.needs_input_grad[INPUTS.index("x")]
-        gx, *norms = ops.run("folded_conv_backward", x, gradients, kept, block, want_input, product)
+        gx, *norms = ops.run(
+            "folded_conv_backward", x, gradients, kept, block, want_input, unfolded_out
+        )
         of_gate = norms[len(PARAMETERS)] if len(norms) > len(PARAMETERS) else None
         at_inputs = {"x": gx, "residual": gradients.output, "gate": of_gate}
         return at_inputs, dict(zip(PARAMETERS, norms, strict=False))
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple:  # noqa: D102
-        ready, ctx.ready = ctx.ready, None
-        if ready is not None and all(a is b for a, b in zip(ready[0], given, strict=True)):
-            found = ready[1]
-        else:
-            found = FoldedConv.gradients(ctx, *given)
+        found = take_ready(ctx, given) or FoldedConv.gradients(ctx, *given)
         for role, needed in zip(INPUTS, ctx.needs_input_grad, strict=True):
             if not needed:
                 found.pop(role, None)
@@ -302,8 +299,7 @@ class FoldedConv(torch.autograd.Function):
     def gradients(ctx: Any, *given: Tensor | None) -> dict[str, Tensor | None]:
         """Return the gradients at the inputs of a node by role, as autograd's own would be."""
         needed = dict(zip(INPUTS, ctx.needs_input_grad, strict=True))
-        gradients, x, block, kept, _ = _backward_of(ctx, given)
-        kept = gradients.output if kept is None else kept
+        x, block, gradients, kept, _ = _to_differentiate(ctx, given)
         g = through_activation(gradients, kept, block.activation)
         want_weight = any(needed[role] for role in PARAMETERS) and not ctx.norms_only
         gx, gw, _ = torch.ops.aten.convolution_backward(
@@ -326,39 +322,86 @@ class FoldedConv(torch.autograd.Function):
         return found | {role: t.to(weight.dtype) for role, t in of_parameters.items()}
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_fastest_layout(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the inputs of a block in a dtype, in the memory format that is fastest."""
-    # Channels last is the faster order for convolutions, on CPUs too.
-    last = x.ndim == 4 and dtype != torch.float64
-    return x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
+    channels_last_is_faster = x.ndim == 4 and dtype != torch.float64
+    layout = torch.channels_last if channels_last_is_faster else torch.preserve_format
+    return x.to(dtype, memory_format=layout)
 
 
-def _keeps_product(x: Tensor, block: Block) -> bool:
-    """Return True if the unfolded convolution of ``x`` is made and kept."""
-    return ops.backend_for(x) == "torch" and keeps_product(x, block.weight, block.geometry)
+class Result(NamedTuple):
+    """What a block gives.
 
-
-def _backward_of(
-    ctx: Any, given: Sequence[Tensor | None]
-) -> tuple[Gradients, Loaded, Block, Tensor | None, Tensor | None]:
-    """Return what the backward pass of a node works on.
-
-    That is (gradients at its outputs, what it has loaded, the block, what is kept for the
-    activation's derivative, unfolded convolution); the last two may be None.
+    Attributes:
+        out: its first output.
+        kept: by what the activation's derivative is computed.
+        unfolded_out: the convolution by the unfolded weight, where the norms are made of it.
+        mean: of the activation over all positions, where it is wanted.
     """
-    x, gate, weight, folded, channels, kept, product = ctx.saved_tensors
+
+    out: Tensor
+    kept: Tensor
+    unfolded_out: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def _computed(
+    x: Tensor, block: Block, tensors: BlockTensors, neighbours: Neighbours | None
+) -> Result:
+    """Compute a block for inputs in its dtype."""
+    if neighbours is None and _backward_needs_unfolded_convolution(x, block):
+        return Result(*folded_and_unfolded_convolution(x, block, tensors.residual))
+    loading = neighbours or ALONE
+    loaded, residual = Loaded(x, loading.activation, tensors.gate), None
+    if tensors.residual is not None:
+        residual = Loaded(tensors.residual, loading.residual_activation)
+    if loading.mean:
+        before_activation, mean = ops.run("folded_conv", loaded, block, residual, True)
+        return Result(before_activation, kept=before_activation, mean=mean)
+    return Result(*ops.run("folded_conv", loaded, block, residual, False))
+
+
+def _backward_needs_unfolded_convolution(x: Tensor, block: Block) -> bool:
+    """Return True if plain torch will make the norms of the convolution by the unfolded weight."""
+    return ops.backend_for(x) == "torch" and keeps_unfolded_convolution(
+        x, block.weight, block.geometry
+    )
+
+
+class ToDifferentiate(NamedTuple):
+    """What the backward pass of a node works on.
+
+    Attributes:
+        x: what the block has loaded.
+        block: with the activation that is to be differentiated.
+        gradients: at its outputs.
+        kept: by what the activation's derivative is computed; anything where there is none.
+        unfolded_out: the convolution by the unfolded weight, if that was kept.
+    """
+
+    x: Loaded
+    block: Block
+    gradients: Gradients
+    kept: Tensor
+    unfolded_out: Tensor | None
+
+
+def _to_differentiate(ctx: Any, given: Sequence[Tensor | None]) -> ToDifferentiate:
+    """Return what the backward pass of a node works on for these gradients at its outputs."""
+    x, gate, weight, folded, channels, kept, unfolded_out = ctx.saved_tensors
     options, neighbours = ctx.options, ctx.options.neighbours or ALONE
     output, *others = given
-    if output is None:  # only other outputs were used
+    if output is None:  # only others were used
         size = options.geometry.output_size(x.shape[2:], weight.shape[2:])
         output = x.new_zeros(()).expand(len(x), len(weight), *size)
     gradients = Gradients(output, *others)
-    activation = options.activation
-    if neighbours.mean and gradients.mean is None:
-        activation = "none"  # what was used is the activation's input
+    first_output_is_before_activation = neighbours.mean
+    mean_was_used = gradients.mean is not None
+    activation_was_used = mean_was_used or not first_output_is_before_activation
+    activation = options.activation if activation_was_used else "none"
     loaded = Loaded(x, neighbours.activation, gate, neighbours.gradient_at_output)
     block = Block(weight, folded, channels, activation, options.geometry)
-    return gradients, loaded, block, kept, product
+    return ToDifferentiate(loaded, block, gradients, output if kept is None else kept, unfolded_out)
 
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
@@ -376,51 +419,48 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
-    node.ready = site.gradients, at_inputs
+    node.ready = Ready(site.gradients, at_inputs)
     return {slot: Norms(norms[node.roles[slot]]) for slot in slots}
 
 
-def weight_of(graph: Graph, node: int) -> list[str]:
-    """Return the name by which a node of ours is known to the folding, in a list.
+def weight_of(graph: Graph, node: int) -> tuple[str, ...]:
+    """Return the name by which a node of ours is known to the folding: of its first parameter.
 
-    It is that of its first parameter; the list is empty if that is frozen.
+    There is none if that is frozen.
     """
-    child, _ = graph.children[node][1]  # after x
-    return [graph.parameters[child]] if child in graph.parameters else []
+    return parameters_of(graph, node)[:1]
 
 
-def parameters_of(graph: Graph, node: int) -> list[str]:
-    """Return the names of all parameters of a node of ours.
+def parameters_of(graph: Graph, node: int) -> tuple[str, ...]:
+    """Return the names of all parameters of a node of ours; none if the first is frozen.
 
-    First the one that the folding knows it by; none if that is frozen.
+    By the first the folding knows the node.
     """
-    names = [
-        graph.parameters[child]
-        for child, _ in graph.children[node][1:]
-        if child in graph.parameters
-    ]
-    return names if weight_of(graph, node) else []
+    (first, _), *others = graph.children[node][1:]  # after x
+    if first not in graph.parameters:
+        return ()
+    children = [first, *(child for child, _ in others)]
+    return tuple(graph.parameters[child] for child in children if child in graph.parameters)
 
 
-def refuse_blocks(blocks: Iterable[list[str]], reason: str) -> NoReturn:
-    """Raise FoldRefuted with the names of the parameters of these blocks.
+def refuse_blocks(blocks: Iterable[Sequence[str]], reason: str) -> NoReturn:
+    """Raise FoldRefuted of these blocks, each by names of its parameters.
 
-    Without any names if one block has none, or if there is no block.
+    Of the whole model if a block has no name, or if there is no block.
     """
     named = list(blocks)
-    names = [] if [] in named else list(itertools.chain(*named))
-    raise FoldRefuted(names, reason)
+    raise FoldRefuted(reason, itertools.chain(*named) if all(named) else ())
 
 
-def refuse_parts_of_samples(graph: Graph, layouts: Mapping[Place, Regular]) -> None:
+def refuse_folds_of_several_images(graph: Graph, layouts: Mapping[Place, Regular]) -> None:
     """Raise FoldRefuted where a sample is known to own several images.
 
     It names all folded convolutions of which that is so: they have no rule.
     """
-    nodes = [
-        i
+    weights = [
+        weight_of(graph, i)
         for i, kind in enumerate(graph.names)
         if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE
     ]
-    if nodes:
-        refuse_blocks((weight_of(graph, i) for i in nodes), SEVERAL)
+    if weights:
+        refuse_blocks(weights, SEVERAL)

@@ -48,33 +48,36 @@ def unfolded() -> Iterator[None]:
         _enabled.reset(token)
 
 
-def enabled() -> bool:
-    """Return True if models are folded where they can be."""
-    return _enabled.get()
-
-
 # Kinds of nodes that a folded forward pass has and the model has not.
 OURS = frozenset({conv_bn.NODE, fixed_norm.NODE})
+_MOST_PASSES = 3  # that may turn out not to be what the model computes
 _DTYPE: Any = Tensor.dtype
+_READ_OF_DTYPE = _DTYPE.__get__
 
 
-class Folding(Blocks, TorchFunctionMode):
+class Folding(TorchFunctionMode):
     """Finds the blocks of one model and folds them; used as a context around its forward pass.
 
-    What it finds is in the attributes of `Blocks`.
-
     Attributes:
+        blocks: what was found, and what is refused.
         inputs: of the forward pass, where kernels serve.
-        casts_inputs: True if convolutions that autocast converts the inputs for were all that read
-            them, by kernels.
         idle: the model has nothing to fold, and is run as it is.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = Blocks()
         self.inputs: Any = None
-        self.casts_inputs: bool | None = None
         self.idle = False
+        self._readers_that_cast = self._other_readers = 0
+
+    @property
+    def casts_inputs(self) -> bool:
+        """True if convolutions that autocast converts the inputs for were all that read them.
+
+        So it was in the last forward pass by kernels.
+        """
+        return self._readers_that_cast > 0 and self._other_readers == 0
 
     def run(
         self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None
@@ -88,49 +91,64 @@ class Folding(Blocks, TorchFunctionMode):
             forward: the forward pass.
             inputs: of which it is.
         """
-        by_kernels = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
-        self.inputs = inputs if by_kernels else None
-        self.casts_inputs = None if by_kernels else self.casts_inputs
-        has_steps = recurrent.expected(tensors)
-        self.names = {id(t): name for name, t in tensors.items()}
-        for _ in range(3):
-            self.begin()
-            if self.disabled or self.idle or not enabled():
+        blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
+        blocks.names = {id(t): name for name, t in tensors.items()}
+        self._watch_readers_of(inputs)
+        for _ in range(_MOST_PASSES):
+            blocks.begin()
+            if blocks.disabled or self.idle or not _enabled.get():
                 break
             with self:
                 result = forward()
             result = computed(result)
-            self.weights.begin()
-            if not self.again and not self.disabled:
-                # Look no more.
-                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {NO_NORM}
+            blocks.weights.end_pass()
+            if not blocks.must_run_again:
+                self.idle = self._found_nothing() and not has_recurrent_layers
                 return result
         else:
-            self.disabled = self.disabled or "its blocks change from one forward pass to the next"
-        self.begin()
-        with self.unfused if has_steps else nullcontext():
+            reason = "its blocks change from one forward pass to the next"
+            blocks.disabled = blocks.disabled or reason
+            blocks.begin()
+        with blocks.unfused if has_recurrent_layers else nullcontext():
             return forward()
+
+    def _found_nothing(self) -> bool:
+        """Return True if the last forward pass had nothing to fold: nor will the next."""
+        reasons = set(self.blocks.not_folded.values())
+        return not self.blocks.has_folded and reasons <= {NO_NORM}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         call = Call(func, args, kwargs or {})
-        if self.inputs is not None:
-            self._note_reader_of_inputs(call)
+        self._note_reader_of_inputs(call)
         handler = HANDLERS.get(func)
-        if handler is None:
+        if handler is None or (handler is not metadata and _is_checkpointed()):
             return call.run()
-        if handler is not metadata and saved_tensors_are_hooked(on_demand.hooks()):
-            return call.run()  # checkpointing: the part is run again, as the model says
-        result = handler(self, call)
+        result = handler(self.blocks, call)
         return call.run() if result is None else result
 
+    def _watch_readers_of(self, inputs: Any) -> None:
+        """Note from now on who reads the inputs, if kernels serve them."""
+        by_kernels = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
+        self.inputs = inputs if by_kernels else None
+        if by_kernels:
+            self._readers_that_cast = self._other_readers = 0
+
     def _note_reader_of_inputs(self, call: Call) -> None:
-        """Note in ``casts_inputs`` what a call that gets the inputs has to do with their dtype."""
+        """Note what a call that gets the inputs has to do with their dtype."""
+        if self.inputs is None:
+            return
         if not any(t is self.inputs for t in tree_leaves((call.args, call.kwargs))):
             return
-        if call.func in METADATA and call.func != _DTYPE.__get__:
+        if call.func in METADATA and call.func != _READ_OF_DTYPE:
             return
-        autocast = torch.is_autocast_enabled(self.inputs.device.type)
-        casts = call.func in CONVOLUTIONS and autocast
-        self.casts_inputs = casts and self.casts_inputs is not False
+        if call.func in CONVOLUTIONS and torch.is_autocast_enabled(self.inputs.device.type):
+            self._readers_that_cast += 1
+        else:
+            self._other_readers += 1
+
+
+def _is_checkpointed() -> bool:
+    """Return True within a checkpointed part: it is run again, as the model says."""
+    return saved_tensors_are_hooked(besides=on_demand.hooks())

@@ -16,6 +16,7 @@ that says who applies the activation's derivative, so that it is applied once:
    activation's output, at what was passed on; so it reaches the first reader's node, as
    ``Gradients.loaded``, which adds it to its own before it applies the derivative.
 
+Who cannot apply the activation on loading reads `Activated` of what was left, under the same rules.
 A residual is only loaded under rule 3: no block passes its residual on. Where the activation is
 "none" there is no derivative, and all readers are under rule 3.
 """
@@ -62,13 +63,16 @@ def result_dtype(x: Tensor) -> torch.dtype:
 class Activated(torch.autograd.Function):
     """The activation of what a block has left before it, for those who cannot apply it on loading.
 
-    With ``gradient_at_output`` the block's first reader applies the derivative.
+    The block's first reader may apply the derivative, once to the gradients of all readers.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, activation: str, gradient_at_output: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, activation: str, first_reader_applies_derivative: bool
+    ) -> Tensor:
         """Return the activation, and save what its derivative needs."""
-        if not gradient_at_output:
+        ctx.first_reader_applies_derivative = first_reader_applies_derivative
+        if not first_reader_applies_derivative:
             ctx.save_for_backward(tensor)
         ctx.activation = activation
         return ACTIVATIONS[activation](tensor)
@@ -76,9 +80,10 @@ class Activated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         """Apply the derivative, unless the block's first reader does."""
-        for tensor in ctx.saved_tensors:
-            g = ops.run("activation_grad", g, tensor, ctx.activation)
-        return g, None, None
+        if ctx.first_reader_applies_derivative:
+            return g, None, None
+        (tensor,) = ctx.saved_tensors
+        return ops.run("activation_grad", g, tensor, ctx.activation), None, None
 
 
 class Lazy(Tensor):
@@ -250,8 +255,8 @@ class Pending(Lazy):
             elif self.unactivated.activation == "none":
                 self.value = self.unactivated.tensor
             else:
-                tensor, activation, _, gradient_at_output = self.unactivated
-                self.value = Activated.apply(tensor, activation, gradient_at_output)
+                tensor, activation, _, first_reader_applies_derivative = self.unactivated
+                self.value = Activated.apply(tensor, activation, first_reader_applies_derivative)
         assert self.value is not None
         return self.value
 
@@ -370,7 +375,11 @@ class Pending(Lazy):
 
     def pass_on(self, tensor: Tensor) -> None:  # noqa: D102
         assert self.unactivated is not None
-        self.unactivated = self.unactivated._replace(tensor=tensor, gradient_at_output=True)
+        # The gradients of the later readers reach the first one through this output of its.
+        first_reader_applies_derivative = True
+        self.unactivated = self.unactivated._replace(
+            tensor=tensor, gradient_at_output=first_reader_applies_derivative
+        )
 
 
 def loaded_of(t: Tensor) -> Loaded:

@@ -24,7 +24,7 @@ _POOLS = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_poo
 MEANS: set[Callable] = {torch.mean, Tensor.mean, *_POOLS}
 PRODUCTS: set[Callable] = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 
-_LITTLE = 1 << 15  # elements of a sample [C, L] below which a node of ours costs more than it saves
+_LEAST_OF_A_SERIES = 1 << 15  # numbers of a sample [C, L] from which a node of ours saves time
 
 
 class Squeeze(torch.autograd.Function):
@@ -45,12 +45,10 @@ class Squeeze(torch.autograd.Function):
         return one.expand(ctx.shape), None
 
 
-def _is_little(x: Tensor) -> bool:
-    """Return True for few numbers a sample, along one axis.
-
-    Norms written in Python work on these (RMS norm).
-    """
-    return x.ndim == 3 and prod(x.shape[1:]) < _LITTLE
+def _saves_time(x: Tensor) -> bool:
+    """Return True unless samples are short series, as norms written in Python work on."""
+    is_series = x.ndim == 3
+    return not is_series or prod(x.shape[1:]) >= _LEAST_OF_A_SERIES
 
 
 def is_whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -60,10 +58,14 @@ def is_whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     axes, numbers = args[0].ndim, args[1]  # sizes of the result, or summed axes
     numbers = numbers if isinstance(numbers, (tuple, list)) else [numbers]
     if func in _POOLS:
-        return axes == _POOLS[func] + 2 and all(n == 1 for n in numbers) and not kwargs
-    if axes < 3 or not all(isinstance(n, int) for n in numbers) or kwargs.keys() - {"keepdim"}:
+        return axes == _POOLS[func] + 2 and all(size == 1 for size in numbers) and not kwargs
+    if (
+        axes < 3
+        or not all(isinstance(axis, int) for axis in numbers)
+        or kwargs.keys() - {"keepdim"}
+    ):
         return False
-    return sorted(n % axes for n in numbers) == list(range(2, axes))
+    return sorted(axis % axes for axis in numbers) == list(range(2, axes))
 
 
 def keeps_axes(func: Callable, kwargs: dict[str, Any]) -> bool:
@@ -78,7 +80,7 @@ def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | Non
     """
     if not is_whole_mean(func, args, kwargs) or not args[0].requires_grad or args[0].is_leaf:
         return None
-    if func not in _POOLS and _is_little(args[0]):
+    if func not in _POOLS and not _saves_time(args[0]):
         return None
     return Squeeze.apply(args[0], lambda t: func(t, args[1], **kwargs))
 
@@ -108,9 +110,7 @@ def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     ):
         return None
     numbers, x = sorted(args, key=Tensor.numel)
-    if _is_little(x):
-        return None
-    return Gate.apply(x, numbers) if is_gate(numbers, x) else None
+    return Gate.apply(x, numbers) if _saves_time(x) and is_gate(numbers, x) else None
 
 
 def is_gate(numbers: Any, x: Tensor) -> bool:

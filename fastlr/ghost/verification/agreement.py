@@ -8,15 +8,23 @@ rounding), the rounding is measured (fastlr.ghost.verification.noise).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.verification.copies import Subject
-from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap, lowest_dtype
+from fastlr.ghost.verification.noise import (
+    Noise,
+    RoundingProbe,
+    distance,
+    gap,
+    kinds_but_casts,
+    lowest_dtype,
+)
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
 
@@ -26,6 +34,7 @@ _SEEN = 4096  # columns whose median says how large a sample's outputs are
 MARGIN = 32
 # Likewise where products have fewer digits than their sums, which alone depend on the company.
 _MARGIN_OF_FEW_DIGITS = 2
+_DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
@@ -43,7 +52,7 @@ def rounding(dtype: torch.dtype, *, low: bool) -> float:
     """Relative difference of outputs that is taken for rounding unseen; more is measured."""
     if low:
         return 0.02
-    return 1e-9 if dtype == torch.float64 else 1e-3
+    return _DOUBLE if dtype == torch.float64 else 1e-3
 
 
 def agree(
@@ -191,7 +200,47 @@ def model_noise(view: ModelView, x: Any) -> Noise | None:
     stand_in = StandIn(view, x)
     stand_in.take_known_clone()
     probe = RoundingProbe(Subject.of(view, stand_in), x)
-    return stand_in.trusted(lambda: measured_noise(probe))
+    return stand_in.by_clone_or_model(lambda: measured_noise(probe))
+
+
+def noise_by_truth(
+    view: ModelView, batch: Batch, output: Tensor, company: Sequence[int]
+) -> Noise | None:
+    """Measure how far a batch's output is off by rounding, where its samples do not interact.
+
+    A model that casts to float32 itself has no float64 copy: it is run in float64 with these casts
+    lifted. There the company in question must give what it gives in the batch to float64's digits.
+    None if it does not, or if the model does not run so, or by another graph: it may go by dtypes.
+
+    Args:
+        view: the model.
+        batch: all samples.
+        output: of the batch, by the model as it is measured.
+        company: numbers of samples whose outputs were another in it; a single one is run beside a
+            copy, as it is in audits.
+    """
+    company = [*company] * 2 if len(company) == 1 else company
+    stand_in = StandIn(view, batch.pick(range(batch.count)))
+    stand_in.take_known_clone()
+    subject = Subject.of(view, stand_in)
+
+    def truth() -> Noise | None:
+        whole = RoundingProbe(subject, batch.pick(range(batch.count)))
+        own, exact = whole.run(), whole.with_casts_lifted()
+        if own is None or exact is None or exact.shape != output.shape:
+            return None
+        if low_precision(own.device, {lowest_dtype(own)}):
+            return None
+        if kinds_but_casts(own) != kinds_but_casts(exact):
+            return None
+        apart = RoundingProbe(subject, batch.pick(company)).with_casts_lifted()
+        numbers = torch.tensor(company, device=exact.device)
+        together = exact.detach().index_select(view.out_dim, numbers)
+        if apart is None or not agree(together, apart, _DOUBLE, None, view.out_dim):
+            return None
+        return Noise(MARGIN * distance(output.detach(), exact.detach()), own=False)
+
+    return stand_in.by_clone_or_model(truth)
 
 
 def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:

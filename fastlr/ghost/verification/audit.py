@@ -34,18 +34,13 @@ class Audits:
         self._again: int | None = None
         self._owed = False
 
-    def due(self, *, fresh: bool) -> bool:
-        """Return True if the next batch is to be audited.
+    def due(self) -> bool:
+        """Return True if the next batch is to be audited, be its plan new or not.
 
-        So are the first batch of every shape, more within their share of the time, and any after a
-        failure.
+        So are some within their share of the time, and any after a failure.
         """
-        return (
-            fresh
-            or self._owed
-            or self.failed > 0
-            or self._spent + self._last <= SHARE * self._measured
-        )
+        within_share = self._spent + self._last <= SHARE * self._measured
+        return within_share or self._owed or self.failed > 0
 
     def owe(self) -> None:
         """Make the next batch that runs as it is due for an audit, whatever the time.

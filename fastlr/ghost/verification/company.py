@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.verification.agreement import agree, model_noise, unexplained
+from fastlr.ghost.verification.agreement import agree, model_noise, noise_by_truth, unexplained
 from fastlr.ghost.verification.noise import Noise
 
 _MEASURED = 8  # samples at most by which rounding is measured
@@ -43,12 +44,14 @@ class InBatch:
         out_dim: the samples' axis of it.
         relative: difference, in parts of an element's size, that needs no explanation.
         noise: asked where that is exceeded (see `agree`).
+        noise_by_truth: asked, for the company at hand, where that does not explain it either.
     """
 
     output: Tensor
     out_dim: int
     relative: float
     noise: Callable[[], Noise | None]
+    noise_by_truth: Callable[[Sequence[int]], Noise | None] | None = None
 
     def holds(self, samples: Sequence[int], output: Tensor) -> bool:
         """Return True if samples that gave ``output`` give the same in the batch, but for rounding.
@@ -57,7 +60,12 @@ class InBatch:
         """
         numbers = torch.tensor(samples, device=output.device)
         in_batch = self.output.detach().index_select(self.out_dim, numbers)
-        return agree(in_batch, output, self.relative, self.noise, self.out_dim)
+        if agree(in_batch, output, self.relative, self.noise, self.out_dim):
+            return True
+        measured = self.noise_by_truth and self.noise_by_truth(samples)
+        if measured is None:
+            return False
+        return agree(in_batch, output, self.relative, lambda: measured, self.out_dim)
 
     def first_difference(
         self, companies: Iterable[Sequence[int]], run: Callable[[Sequence[int]], Tensor]
@@ -78,7 +86,8 @@ def in_batch_of(view: ModelView, batch: Batch, output: Tensor) -> InBatch:
         return model_noise(view, batch.pick(some))
 
     relative = unexplained(output, view.parameters.values())
-    return InBatch(output, view.out_dim, relative, noise)
+    truth = partial(noise_by_truth, view, batch, output)
+    return InBatch(output, view.out_dim, relative, noise, truth)
 
 
 def copies_of_each(samples: Iterable[int]) -> list[list[int]]:

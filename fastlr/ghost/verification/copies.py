@@ -88,9 +88,14 @@ class Subject:
             state[name] = _moved(state[name], step, seed)
         return state
 
+    @property
+    def is_copy(self) -> bool:
+        """True unless it is the model itself, as it is."""
+        return self.dtype is not None
+
     def precision(self) -> AbstractContextManager[Any]:
         """Return a context without autocast for a copy; the model itself runs as it is."""
-        if self.dtype is None:
+        if not self.is_copy:
             return nullcontext()
         return torch.autocast(self.view.device.type, enabled=False)
 

@@ -1,7 +1,8 @@
 """On how many samples a model is proven: on three, or on four where it does not take three.
 
-A model that halves its batch (``x.chunk(2)``, ``x.view(2, -1)``) takes even batches only. Three are
-tried first: they need less, and an odd number shows what depends on its being even.
+A model that halves its batch (``x.chunk(2)``, ``x.view(2, -1)``) takes even batches only; another
+may need at least four samples. Three are tried first: they need less, and an odd number shows what
+depends on its being even.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FewSamples:
         try:
             step(_few(batch, start, self.count))
         except (FoldRefuted, ModelError):
-            if self.count == EVEN_SAMPLES or not _takes_even_only(prover.view, batch):
+            if self.count == EVEN_SAMPLES or not takes_even_only(prover.view, batch):
                 raise
             self.count, ledger.notes = EVEN_SAMPLES, notes
             step(_few(batch, start, self.count))
@@ -63,7 +64,7 @@ def _few(batch: Batch, start: int, need: int) -> Batch:
     return batch.part(picked).distinct(need, torch.Generator().manual_seed(5))
 
 
-def _takes_even_only(view: ModelView, batch: Batch) -> bool:
+def takes_even_only(view: ModelView, batch: Batch) -> bool:
     """Return True if the model runs on four samples and not on three."""
     return _takes(view, batch, EVEN_SAMPLES) and not _takes(view, batch, SAMPLES)
 

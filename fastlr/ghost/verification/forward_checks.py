@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ SAMPLES = 3
 EVEN_SAMPLES = 4  # for a model that does not take three
 # Factors of the samples' inputs: do they interact where values differ?
 OTHER_VALUES = (30.0, -1 / 30, 1.0, 1.0)
-_MOVES = (0.5, 1e-3)  # how far a parameter is moved, in parts of its size
-_MOVES_IN_DOUBLE = (0.5, 1e-6)
+_LARGE_MOVE = 0.5  # of a parameter, in parts of its size
+_TINY_MOVE, _TINY_MOVE_IN_DOUBLE = 1e-3, 1e-6
 
 
 def require_no_interaction(trial: Trial) -> None:
@@ -59,7 +59,7 @@ def _beside_copies(trial: Trial) -> tuple[InBatch, OtherOutput | None]:
         return in_batch, in_batch.first_difference(trial.companies, trial.run)
 
 
-def interaction_otherwise(trial: Trial, stand_in: StandIn, scale: float, seed: int) -> str:
+def interaction_otherwise(trial: Trial, stand_in: StandIn, perturbation: float, seed: int) -> str:
     """Try if samples interact where something is otherwise: "a buffer that is zero now", say.
 
     Tried are buffers that are zero, moved; samples whose values are far apart; and several copies
@@ -68,30 +68,34 @@ def interaction_otherwise(trial: Trial, stand_in: StandIn, scale: float, seed: i
     Args:
         trial: of a copy of the model.
         stand_in: runs the copies.
-        scale: of the perturbation of the copy.
+        perturbation: its scale, in the copy.
         seed: of it.
 
     Returns:
         What is otherwise where they do, "" where they do not. A model whose samples interact so is
         not refused, but looked at in every batch.
     """
-    moved = with_buffers_moved(trial.view, scale, seed, stand_in)
-    if moved is not None and not _separate(replace(trial, subject=moved), on_error=False):
-        return "a buffer that is zero now"
+    moved = with_buffers_moved(trial.view, perturbation, seed, stand_in)
+    if moved is not None:
+        may_be_another_program = _found_beside_copies(replace(trial, subject=moved)) != "the same"
+        if may_be_another_program:
+            return "a buffer that is zero now"
     for batch in trial.batch.otherwise(OTHER_VALUES[: trial.count]):
-        if not _separate(replace(trial, batch=batch), on_error=True):
+        # Values for which the model fails say nothing: it may not be made for them.
+        surely_interact = _found_beside_copies(replace(trial, batch=batch)) == "something else"
+        if surely_interact:
             return "samples that would interact with other values"
     return ""
 
 
-def _separate(trial: Trial, *, on_error: bool) -> bool:
-    """Return True if samples do not interact; ``on_error`` where the model fails on them."""
+def _found_beside_copies(trial: Trial) -> Literal["the same", "something else", "a failure"]:
+    """Return what samples give beside copies of themselves that they give together."""
     try:
         with trial.subject.precision():
             _, difference = _beside_copies(trial)
     except (FoldRefuted, *FAILURES):
-        return on_error
-    return difference is None
+        return "a failure"
+    return "the same" if difference is None else "something else"
 
 
 # -- why outputs differ
@@ -104,12 +108,13 @@ def what_differs(trial: Trial, in_batch: InBatch) -> Exception:
     It is that they interact, that the folding is wrong, or that the forward pass is random.
     """
     with torch.no_grad():
-        plain = trial.in_batch(trial.run(trial.all))
-        repeatable = plain.holds(trial.all, trial.run(trial.all))
-        if repeatable and in_batch.holds(trial.all, plain.output):
-            return InteractionError(_interaction_message(trial, plain.relative))
-    if repeatable and trial.is_folded:
-        return FoldRefuted([], "the folded model gives another output")
+        unfolded = trial.in_batch(trial.run(trial.all))
+        is_random = not unfolded.holds(trial.all, trial.run(trial.all))
+        if not is_random and in_batch.holds(trial.all, unfolded.output):
+            return InteractionError(_interaction_message(trial, unfolded.relative))
+    folding_is_wrong = trial.is_folded and not is_random
+    if folding_is_wrong:
+        return FoldRefuted("the folded model gives another output")
     return RandomForwardError(_random_message(trial.view.module))
 
 
@@ -235,11 +240,14 @@ def _move_output(trial: Trial, z: Tensor, names: Sequence[str]) -> bool:
 
     Such a choice has no gradient: it does not move with the least of changes.
     """
-    sizes = _MOVES_IN_DOUBLE if z.dtype == torch.float64 else _MOVES
-    return all(_moves_by(trial, z, names, size) for size in sizes)
+    if not _moves_with(trial, z, names, _LARGE_MOVE):
+        return False
+    tiny = _TINY_MOVE_IN_DOUBLE if z.dtype == torch.float64 else _TINY_MOVE
+    by_a_choice_alone = not _moves_with(trial, z, names, tiny)
+    return not by_a_choice_alone
 
 
-def _moves_by(trial: Trial, z: Tensor, names: Sequence[str], size: float) -> bool:
+def _moves_with(trial: Trial, z: Tensor, names: Sequence[str], size: float) -> bool:
     """Return True if the output moves with parameters that are moved at random by ``size``."""
     parameters = trial.subject.parameters
     generator = torch.Generator().manual_seed(2)

@@ -5,15 +5,21 @@ the difference from what another precision gives. A model that casts to a dtype 
 other, or only seems to: its float64 copy works in float32 within. There its parameters are moved at
 random by as much as that dtype rounds. What this does to the outputs is what rounding does to them;
 as the samples stay in one company, it knows nothing of samples that interact.
+
+Moves of parameters do not show the rounding of a number that the model adds itself: after
+``x + 1e4`` a float32 lies on a grid of 1e-3, where a move of 1e-7 mostly changes no bit and seldom
+a whole step. That shows in float64, with the model's casts to fewer digits lifted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
@@ -25,6 +31,9 @@ from fastlr.ghost.verification.copies import Subject
 _VALUES = 16
 # Float64's rounding in parts of the difference from float32, with a margin.
 _SINGLE_TO_DOUBLE = 2.0**-26
+
+
+_CASTS = {getattr(Tensor, name) for name in ("bfloat16", "float", "half", "to", "type", "type_as")}
 
 
 class Noise(NamedTuple):
@@ -71,7 +80,7 @@ class RoundingProbe:
     def _run(self, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor | None:
         """Return the output by these parameters and buffers; None if the model does not run so."""
         try:
-            with self.subject.view.structure_only():
+            with self.subject.view.graphs_without_saved_tensors():
                 return self.subject.with_tensors(tensors, dtype).output(copied(self.x))
         except FAILURES:
             return None
@@ -104,7 +113,13 @@ class RoundingProbe:
         if bool((own.isfinite() & ~other.isfinite()).any()):
             return None
         part = _SINGLE_TO_DOUBLE if own.dtype == torch.float64 else 1.0
-        return OtherPrecision(_distance(own, other.detach()) * part, lowest_dtype(other) == dtype)
+        return OtherPrecision(distance(own, other.detach()) * part, lowest_dtype(other) == dtype)
+
+    def with_casts_lifted(self) -> Tensor | None:
+        """The output in float64 where no cast takes digits away; None if it does not run so."""
+        with torch.autocast(self.subject.view.device.type, enabled=False), _CastsLifted():
+            z = self._run(self._state_with_graph(torch.float64), torch.float64)
+        return z if z is not None and lowest_dtype(z) == torch.float64 else None
 
     def with_moves(self, own: Tensor, step: float) -> Tensor | None:
         """How far an output moves with parameters moved by parts of themselves.
@@ -117,8 +132,34 @@ class RoundingProbe:
             z = self._run(self.subject.state_moved(step, seed), self.subject.dtype)
             if z is None:
                 return None
-            off = torch.maximum(off, _distance(own, z.detach()))
+            off = torch.maximum(off, distance(own, z.detach()))
         return off
+
+
+class _CastsLifted(TorchFunctionMode):
+    """Leave tensors of float64 in it where a model casts them to fewer digits."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
+        kwargs = dict(kwargs or {})
+        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if double and func not in _CASTS and _has_fewer_digits(kwargs.get("dtype")):
+            kwargs["dtype"] = torch.float64
+        result = func(*args, **kwargs)
+        if double and func in _CASTS and _has_fewer_digits(result.dtype):
+            return args[0].to(result.device)
+        return result
+
+
+def _has_fewer_digits(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 8
+
+
+def kinds_but_casts(z: Tensor) -> list[str]:
+    """Return the kinds of the nodes of an output's graph, but for casts."""
+    names = walk(z, {}).names if z.requires_grad else []
+    return [name for name in names if name != "ToCopyBackward0"]
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
@@ -127,7 +168,7 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
 
 
-def _distance(a: Tensor, b: Tensor) -> Tensor:
+def distance(a: Tensor, b: Tensor) -> Tensor:
     """Finite distances of elements; none where one is not finite."""
     return gap(a, b).nan_to_num(posinf=0.0)
 

@@ -41,7 +41,7 @@ from fastlr.ghost.batch import Batch
 from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS, Folding
-from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
+from fastlr.ghost.graph import Graph, Place, Use, walk
 from fastlr.ghost.model_io import FAILURES, ModelView, require_graph
 from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout, Unsupported
@@ -58,9 +58,11 @@ from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ghost.verification.trial import Trial
 
-SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
-_SCALES_OF_HALF = (3,)  # and where the model casts to a dtype that holds no such range
+ALL_SCALES = (-20, 20)  # exponents of two: so much larger cotangents, so much larger gradients
+SMALL_SCALES = (3,)  # where the model casts to a dtype that holds no such range
+LARGEST_OF_NARROW_DTYPES = 2.0**20
 PERTURBATIONS = (1.0, 0.1, 0.0)  # of parameters and buffers; gentler where values are not finite
+Gradients = tuple[Tensor | None, ...]  # None where an output does not use a parameter
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
 
@@ -101,22 +103,23 @@ class Prover:
         """
         stand_in = StandIn(self.view, few.pick([0, 1]))
 
-        def step_and_otherwise(trial: Trial, scale: float) -> None:
+        def step_and_otherwise(trial: Trial, perturbation: float) -> None:
             with trial.subject.precision():
                 step(trial)
-                otherwise = interaction_otherwise(trial, stand_in, scale, seed)
+                otherwise = interaction_otherwise(trial, stand_in, perturbation, seed)
             self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
-        for scale in PERTURBATIONS:
-            for subject in subjects(self.view, scale, seed, stand_in):
+        for perturbation in PERTURBATIONS:
+            for subject in subjects(self.view, perturbation, seed, stand_in):
                 trial = Trial(subject, few, self.folding)
-                work = partial(step_and_otherwise, trial, scale)
-                failure = self._failure_of(trial, partial(stand_in.trusted, work))
+                work = partial(step_and_otherwise, trial, perturbation)
+                failure = self._failure_of(trial, partial(stand_in.by_clone_or_model, work))
                 if failure is None:
                     return
-                if isinstance(failure, NonFiniteError) and scale:
-                    break  # with a gentler perturbation; of none perhaps another copy is finite
+                a_gentler_one_may_be_finite = isinstance(failure, NonFiniteError) and perturbation
+                if a_gentler_one_may_be_finite:
+                    break
                 self.ledger.notes.append(f"{subject.name}: {one_line(failure)[:200]}")
         if isinstance(failure, ModelError):
             raise failure
@@ -146,12 +149,11 @@ class Prover:
             self.ledger.to_loop(self.view.parameters, reason)
         except (Unsupported, *FAILURES) as error:
             if trial.is_folded:
-                raise FoldRefuted([], one_line(error)[:200]) from error
+                raise FoldRefuted(one_line(error)[:200]) from error
             if isinstance(error, Unsupported):  # not even the nodes' own formulas apply
                 self.ledger.to_loop(self.view.parameters, str(error))
                 return None
-            is_model_itself = trial.subject.dtype is None
-            if isinstance(error, torch.OutOfMemoryError) and is_model_itself:
+            if isinstance(error, torch.OutOfMemoryError) and not trial.subject.is_copy:
                 raise
             return error
         return None
@@ -170,11 +172,11 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
     if graph.names != twice.names or graph.children != twice.children:
         irregular = "the graph of a batch of 6 has another structure than that of 3"
         if trial.is_folded:
-            raise FoldRefuted([], irregular)
+            raise FoldRefuted(irregular)
     else:
         _enter_sides(graph, twice, ledger)
         ledger.varying |= _computed_of_data_too(trial, graph)
-    unused = unused_parameters(trial, z, graph, ledger.absent)
+    unused = unused_parameters(trial, z, graph, ledger.sets_without_effect)
     if unused:
         _enter_unused(trial.view, unused, ledger)
     ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
@@ -195,7 +197,7 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
     else:
         ledger.without_rows |= without_rows(graph)
         structure = Structure.of(graph)
-        found = _layouts(graph, structure, z, v, trial.view.out_dim)
+        found = _confirmed_layouts(graph, structure, z, v, trial.view.out_dim)
         _prove_rules(_Measured(graph, structure, z, v, found, trial.count), truth.norms, ledger)
     ledger.dtype, ledger.subject = graph.lowest_dtype(), trial.subject.name
 
@@ -208,7 +210,7 @@ def _require_finite(z: Tensor, count: int) -> None:
 
 def _require_own_parameters(trial: Trial, graph: Graph) -> None:
     """Require that a copy's forward pass uses the parameters of the copy, not the model's."""
-    if trial.subject.dtype is None:
+    if not trial.subject.is_copy:
         return
     of_model = {id(p) for p in trial.view.parameters.values()}
     if any(id(graph.nodes[i].variable) in of_model for i in graph.others):
@@ -258,7 +260,7 @@ def _computed_of_data_too(trial: Trial, graph: Graph) -> set[tuple]:
     if not sources:
         return set()
 
-    def gradients(walked: Graph) -> dict[Place, tuple[Tensor | None, ...]]:
+    def gradients(walked: Graph) -> dict[Place, Gradients]:
         return _gradients_below(graph, walked, sources)
 
     def walked(samples: Sequence[int]) -> Graph:
@@ -269,28 +271,29 @@ def _computed_of_data_too(trial: Trial, graph: Graph) -> set[tuple]:
     varying = set()
     for place in sources:
         found = place in one and place in other
-        if not found or not all(map(_equal_gradients, one[place], other[place])):
+        if not found or _differ(one[place], other[place]):
             varying.add(graph.keys[place[0]])
     return varying
 
 
-def _equal_gradients(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if gradients are the same but for rounding, or if there are not two."""
-    if a is None or b is None:
-        return True
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max()))
+def _differ(some: Gradients, others: Gradients) -> bool:
+    """Return True if gradients that are in both differ by more than rounding."""
+    for a, b in zip(some, others, strict=True):
+        if a is None or b is None:
+            continue
+        if not torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())):
+            return True
+    return False
 
 
-def _gradients_below(
-    graph: Graph, again: Graph, sources: set[Place]
-) -> dict[Place, tuple[Tensor | None, ...]]:
+def _gradients_below(graph: Graph, again: Graph, sources: set[Place]) -> dict[Place, Gradients]:
     """Gradients in ``again`` of the parameters below each of the sources.
 
     That is where it is as ``graph`` there.
 
     The cotangents at the sources are always the same.
     """
-    found: dict[Place, tuple[Tensor | None, ...]] = {}
+    found: dict[Place, Gradients] = {}
     if graph.names != again.names or graph.children != again.children:
         return found
     for node, output in sources:
@@ -309,7 +312,7 @@ def _gradients_below(
 
 def _enter_unused(view: ModelView, unused: frozenset[str], ledger: Ledger) -> None:
     """Enter parameters that are not in the graph and do not move the output."""
-    ledger.absent.append(unused)
+    ledger.sets_without_effect.append(unused)
     for name in view.parameters:
         if name in unused:
             proof = ParameterProof("zero", reason="not used by the output", alive=True)
@@ -345,23 +348,25 @@ def _exact_norms(
     cotangent does.
     """
     out_dim, parameters = trial.view.out_dim, trial.subject.parameters
-    narrow = any(torch.finfo(dtype).max < 2.0**20 for dtype in dtypes)
-    scales: tuple[int, ...] = ()
-    if trial.subject.dtype is not None:
-        scales = _SCALES_OF_HALF if narrow else SCALES
+    narrow = any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes)
+    exponents: tuple[int, ...] = ()
+    if trial.subject.is_copy:
+        exponents = SMALL_SCALES if narrow else ALL_SCALES
+    pair_else_alone_else_all = 2, 1, trial.count
     samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
     by_sample: list[Tensor] = []  # [parameters] each
-    scaled: dict[int, Tensor] = {}
+    first_at_scales: dict[int, Tensor] = {}
     alone = False
     for sample in trial.all:
-        own = v.narrow(out_dim, sample, 1)
-        at = () if sample else scales
-        cotangents = [own, *(own * 2.0**exponent for exponent in at)]
-        exact = samples.run(sample, cotangents, (2, 1, trial.count))
+        cotangents = [v.narrow(out_dim, sample, 1)]
+        if sample == 0:
+            cotangents += [cotangents[0] * 2.0**exponent for exponent in exponents]
+        exact = samples.run(sample, cotangents, pair_else_alone_else_all)
         require_same(trial, in_batch, [sample], exact.row)
-        norms, *others = map(torch.stack, exact.norms)
-        scaled |= zip(at, others, strict=True)
+        norms, *of_scaled = map(torch.stack, exact.norms)
         by_sample.append(norms)
+        if sample == 0:
+            first_at_scales = dict(zip(exponents, of_scaled, strict=True))
         alone = alone or exact.copies == 1
     table = torch.stack(by_sample, 1)
     if not table.isfinite().all():
@@ -370,7 +375,7 @@ def _exact_norms(
             f"the gradient of parameter {list(parameters)[bad]} is not finite on {trial.count} "
             "samples of the inputs"
         )
-    _require_scaling(by_sample[0], scaled, 0.05 if narrow else 1e-6)
+    _require_scaling(by_sample[0], first_at_scales, 0.05 if narrow else 1e-6)
     return _Truth(dict(zip(parameters, table, strict=True)), alone)
 
 
@@ -468,7 +473,7 @@ class _Measured:
         return Deviations.of(norms, truth, self.graph.lowest_dtype())
 
 
-def _layouts(
+def _confirmed_layouts(
     graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int
 ) -> dict[Place, list[Layout]]:
     """Return the layouts of every output of a use.
@@ -477,14 +482,16 @@ def _layouts(
     """
     of_graph = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
-    told: dict[Place, list[Layout]] = dict.fromkeys(places, [])
-    told |= {place: [of_graph[place]] for place in places if place in of_graph}
-    layouts = explained(graph, structure, z, v, out_dim, told, of_graph)
+    told: dict[Place, list[Layout]] = {}
+    for place in places:
+        told[place] = [of_graph[place]] if place in of_graph else []
+    confirmed = explained(graph, structure, z, v, out_dim, told, of_graph)
     count = z.shape[out_dim]
-    untold = {place: every_layout(graph, place, count) for place in layouts if not layouts[place]}
-    if untold:
-        layouts |= explained(graph, structure, z, v, out_dim, untold)
-    return layouts
+    unclear = [place for place, layouts in confirmed.items() if not layouts]
+    if not unclear:
+        return confirmed
+    every = {place: every_layout(graph, place, count) for place in unclear}
+    return confirmed | explained(graph, structure, z, v, out_dim, every)
 
 
 def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) -> None:
@@ -510,9 +517,8 @@ def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) 
     for name, deviation in off.largest.items():
         alive = bool((truth[name] > 0).any())
         known = ledger.parameters.get(name)
-        stays = known is not None and (known.route == "loop" or (known.alive and not alive))
-        if stays:
-            continue
+        if known is not None and (known.route == "loop" or (known.alive and not alive)):
+            continue  # it says more
         proof = _proof(measured, uses[name], routes)
         proof.alive, proof.deviation = alive, deviation
         if name in by_loop:
@@ -526,17 +532,22 @@ def _refuse_folded_blocks(measured: _Measured, routes: Routes, wrong: list[str])
     All at once, as each refusal is another proof.
     """
     graph = measured.graph
-    blocks: dict[tuple[str, ...], str] = {}
+    reasons: dict[tuple[str, ...], str] = {}  # by the names of what is to run as the model says
     for use in measured.structure.uses:
-        if graph.names[use.node] not in OURS:
+        is_folded_block = graph.names[use.node] in OURS
+        if not is_folded_block:
             continue
-        if not routes.by_rule(use):  # its batch norm alone may do
-            blocks.setdefault(tuple(weight_of(graph, use.node)), routes.reason(use))
-        elif any(name in wrong for name in graph.names_below(use.child)):
-            reason = "its norms differ from the exact ones"
-            blocks.setdefault(tuple(parameters_of(graph, use.node)), reason)
-    if blocks:
-        refuse_blocks(map(list, blocks), next(iter(blocks.values())))
+        has_a_rule = routes.by_rule(use)
+        is_wrong = any(name in wrong for name in graph.names_below(use.child))
+        if not has_a_rule:
+            all_but_its_norm = weight_of(graph, use.node)
+            reasons.setdefault(all_but_its_norm, routes.reason(use))
+        elif is_wrong:
+            whole_block = parameters_of(graph, use.node)
+            reasons.setdefault(whole_block, "its norms differ from the exact ones")
+    if reasons:
+        first_reason = next(iter(reasons.values()))
+        refuse_blocks(reasons, first_reason)
 
 
 def _counted_by_the_batch(measured: _Measured) -> dict[str, str]:
@@ -559,14 +570,13 @@ def _enter_uses(measured: _Measured, routes: Routes, ledger: Ledger) -> None:
         outputs = range(graph.outputs(use.node))
         layouts = {output: found.get((use.node, output), []) for output in outputs}
         route = "rule" if routes.by_rule(use) else "node"
-        kind = graph.names[use.node]
-        ledger.uses[use.key] = UseProof(layouts, route, kind, routes.reason(use))
+        ledger.uses[use.key] = UseProof(layouts, route, routes.reason(use))
 
 
 def _proof(measured: _Measured, uses: list[Use], routes: Routes) -> ParameterProof:
     """Return what is said of a parameter with these uses: its route, node kinds, sample axes."""
     layouts = measured.layouts
-    kinds = [_kind(measured.graph, use.node) for use in uses]
+    kinds = [_without_ending(measured.graph.names[use.node]) for use in uses]
     axes = [str(layouts.get((use.node, 0), "unknown")) for use in uses]
     proof = ParameterProof("rule", kinds=tuple(dict.fromkeys(kinds)))
     proof.axes = tuple(dict.fromkeys(axes))
@@ -576,9 +586,9 @@ def _proof(measured: _Measured, uses: list[Use], routes: Routes) -> ParameterPro
     return proof
 
 
-def _kind(graph: Graph, node: int) -> str:
-    name = graph.names[node].removesuffix("Backward0")
-    return name.removesuffix("Backward") if graph.names[node] not in CASTS else name
+def _without_ending(kind: str) -> str:
+    """Return the name of a kind of node without autograd's ending."""
+    return kind.removesuffix("Backward0").removesuffix("Backward")
 
 
 def generic_cotangent(z: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ class UseProof:
 
     layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
     route: str  # "rule", "node"
-    kind: str
     reason: str = ""
 
 
@@ -49,8 +48,8 @@ class Ledger:
     sample_side: set[tuple] = field(default_factory=set)  # keys
     uses: dict[tuple, UseProof] = field(default_factory=dict)
     parameters: dict[str, ParameterProof] = field(default_factory=dict)
-    # Sets of parameters found not to move the output.
-    absent: list[frozenset[str]] = field(default_factory=list)
+    # Of parameters that a proof has found not to move the output.
+    sets_without_effect: list[frozenset[str]] = field(default_factory=list)
     # Keys of what is computed of parameters and data.
     varying: set[tuple] = field(default_factory=set)
     reason_to_look: str = ""  # why every batch must be looked at, whatever the graph tells
@@ -76,7 +75,7 @@ class Ledger:
 
     def routes(self, *, tolerant: bool = False) -> Routes:
         """Return the routes of uses as far as proven; in a proof any error gives up a rule."""
-        given_up = {key: use.reason for key, use in self.uses.items() if use.route == "node"}
+        given_up = {key: self.uses[key].reason for key in self.rules_given_up}
         return Routes(given_up, tolerant=tolerant)
 
     def enter_routes(self, routes: Routes) -> None:
@@ -84,6 +83,11 @@ class Ledger:
         for key in routes.given_up:
             if key in self.uses:
                 self.uses[key].route = "node"
+
+    @property
+    def rules_given_up(self) -> list[tuple]:
+        """Keys of the uses that no rule measures any more, but their node's own formula."""
+        return [key for key, use in self.uses.items() if use.route == "node"]
 
     def note(self, text: str) -> None:
         """Keep a note for the report, once."""

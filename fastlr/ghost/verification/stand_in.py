@@ -124,7 +124,7 @@ class StandIn:
         """Run the forward pass with these tensors.
 
         Raises:
-            ReadsModel: the clone is not to be trusted; see `trusted`.
+            ReadsModel: the clone is not to be trusted; see `by_clone_or_model`.
         """
         if self.clone is None:
             return call_with(self.model, tensors, x, dtype=dtype)
@@ -152,7 +152,7 @@ class StandIn:
             raise ReadsModel
         return result
 
-    def trusted(self, work: Callable[[], _Result]) -> _Result:
+    def by_clone_or_model(self, work: Callable[[], _Result]) -> _Result:
         """Do work that calls `call_with`.
 
         Where the clone is not to be trusted, all of the work is done again in place.

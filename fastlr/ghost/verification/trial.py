@@ -66,7 +66,7 @@ class Trial:
     @property
     def is_folded(self) -> bool:
         """True if the last forward pass ran otherwise than the model says."""
-        return self.folding is not None and self.folding.active
+        return self.folding is not None and self.folding.blocks.has_folded
 
     def run(self, samples: Sequence[int], *, backward: bool = False) -> Tensor:
         """Return the output for some samples, by the model as it is.
@@ -88,7 +88,7 @@ class Trial:
         def forward() -> Any:
             return self.subject(x)
 
-        memory = nullcontext() if backward else self.view.structure_only()
+        memory = nullcontext() if backward else self.view.graphs_without_saved_tensors()
         with torch.enable_grad(), memory:
             result = folding.run(self.subject.named, forward) if folding else forward()
             z = select_output(result, self.view.output)

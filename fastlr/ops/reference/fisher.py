@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import product
 
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from fastlr.ops.philox import STREAMS, random_words
@@ -42,6 +43,26 @@ def bernoulli_fisher(logits: Tensor) -> Tensor:
 def gaussian_fisher(size: int, sigma: float) -> Tensor:
     """Fisher matrix [E, E] of N(z, sigma^2 I) with respect to z: I / sigma^2."""
     return torch.eye(size, dtype=torch.float64) / sigma**2
+
+
+def diagonal_gaussian_fisher(output: Tensor) -> Tensor:
+    """Fisher matrix [2A, 2A] of N(mean, diag(deviation^2)) at output = (mean, log deviation).
+
+    The scores' products are averaged over labels by Gauss-Hermite quadrature, action by action.
+    """
+    _, log_deviation = output.double().chunk(2)
+    points, weights = (torch.from_numpy(v) for v in hermegauss(8))
+    scores = []
+    for deviation in log_deviation.exp():
+        label = deviation * points  # less the mean
+        scores.append((label / deviation**2, label**2 / deviation**2 - 1))
+    size = len(scores)
+    fisher = torch.zeros(2 * size, 2 * size, dtype=torch.float64)
+    for k, both in enumerate(scores):  # labels are independent, and scores have mean zero
+        for i, left in zip((k, size + k), both):
+            for j, right in zip((k, size + k), both):
+                fisher[i, j] = (weights * left * right).sum() / weights.sum()
+    return fisher
 
 
 def householder_root(p: Tensor) -> Tensor:

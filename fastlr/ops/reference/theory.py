@@ -12,11 +12,13 @@ O(eps^2)``, which is ``eps * n * LR``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import combinations_with_replacement
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -96,7 +98,8 @@ def local_redundancy_exact(
             "candidates, a smaller n or fewer etas"
         )
     # [M, K * C] counts.
-    datasets = torch.tensor(list(_multisets(inputs * classes, n)), dtype=torch.float64)
+    pairs = list(combinations_with_replacement(range(inputs * classes), n))
+    datasets = F.one_hot(torch.tensor(pairs), inputs * classes).sum(1).double().flip(0)
     base_fit = datasets @ base.flatten()
     best = base_fit.clone()  # eta = 0
     for eta in steps[1:]:
@@ -183,13 +186,3 @@ def _moved(
             f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon"
         )
     return family
-
-
-def _multisets(kinds: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the counts of every multiset of ``size`` over ``kinds`` kinds."""
-    if kinds == 1:
-        yield (size,)
-        return
-    for count in range(size + 1):
-        for rest in _multisets(kinds - 1, size - count):
-            yield (count, *rest)

@@ -5,14 +5,16 @@ import json
 import math
 
 import numpy as np
-import pytest
 import torch
+from expected import refused
 from PIL import Image
+from pytest import approx, fixture, mark
 from scipy import stats
+from single_samples import Written
 from torch import nn
 
 import fastlr
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import NonFiniteError
 from fastlr.experiments.checkpoints.ablation import (
     REAL,
     as_run,
@@ -26,7 +28,8 @@ from fastlr.experiments.data import normalise, synthetic_store
 from fastlr.experiments.data.tensors import read_tensor
 
 LENGTH, FEATURES = 12, 3
-MODEL, DATA = ["--model", "test_ablation:conv_net"], ["--real", "REAL"]
+MODEL, DATA = "--model test_ablation:conv_net", "--real real.pt"
+THREE = "z.pt y.pt x.pt"  # what `save` makes
 
 
 def conv_net(num_classes=3, width=4):
@@ -40,13 +43,11 @@ def conv_net(num_classes=3, width=4):
     return nn.Sequential(*layers, nn.Linear(4 * width, num_classes))
 
 
-class Forecast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(LENGTH, 4)
-
-    def forward(self, x):
-        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+def forecast():
+    """A linear layer over time."""
+    return Written(
+        lambda m, x: m.linear(x.transpose(1, 2)).transpose(1, 2), linear=nn.Linear(LENGTH, 4)
+    )
 
 
 def save(folder, make, count=4):
@@ -69,7 +70,7 @@ def loaded(model, checkpoint):
     return model
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "store"
     return path, synthetic_store(path, classes=3, size=8, train=4, test=5)
@@ -80,19 +81,9 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     path, _ = store
     checkpoints = save(tmp_path, lambda: conv_net(width=5))
     arguments = [*checkpoints, "--model-kwargs", '{"width": 5}']
-    files = [
-        "--csv",
-        str(tmp_path / "t.csv"),
-        "--json",
-        str(tmp_path / "t.json"),
-        "--figure",
-        str(tmp_path / "t.png"),
-    ]
-    out = cli(
-        f"ablate --model test_ablation:conv_net --real {path} --n 10 --seed 3 --device cpu",
-        *arguments,
-        *files,
-    ).out
+    files = f"--csv {tmp_path}/t.csv --json {tmp_path}/t.json --figure {tmp_path}/t.png"
+    line = f"ablate --model test_ablation:conv_net --real {path} --n 10 --seed 3 --device cpu"
+    out = cli(f"{line} {files}", *arguments).out
     record = json.loads((tmp_path / "t.json").read_text())
     assert [entry["checkpoint"] for entry in record["checkpoints"]] == list(map(str, checkpoints))
     assert record["real"]["count"] == 10
@@ -108,24 +99,22 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
         model = loaded(conv_net(width=5), checkpoint)
         for name, source in zip(series, inputs):
             expected = fastlr.estimate(model, source, n=10, seed=3)
-            assert estimates[name]["value"] == pytest.approx(expected.value, rel=1e-5)
-            assert estimates[name]["stderr"] == pytest.approx(expected.stderr, rel=1e-4)
+            assert estimates[name]["value"] == approx(expected.value, rel=1e-5)
+            assert estimates[name]["stderr"] == approx(expected.stderr, rel=1e-4)
             series[name].append(estimates[name]["value"])
     found = {(a["measure"], a["transform"]): a for a in record["agreement"]}
     assert len(found) == 4
     for name in ("local_redundancy", "local_redundancy_noise"):
         r = stats.pearsonr(series[name], series[REAL])[0]
-        assert found[name, "raw"]["r"] == pytest.approx(r)
+        assert found[name, "raw"]["r"] == approx(r)
         assert found[name, "raw"]["stderr"] is None
-        assert found[name, "log"]["r"] == pytest.approx(
+        assert found[name, "log"]["r"] == approx(
             stats.pearsonr(np.log(series[name]), np.log(series[REAL]))[0]
         )
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["inputs"] for row in rows] == ["shapes", "", "Gaussian noise", ""]
-    assert float(rows[0]["Pearson r"]) == pytest.approx(
-        found["local_redundancy", "raw"]["r"], abs=6e-4
-    )
+    assert float(rows[0]["Pearson r"]) == approx(found["local_redundancy", "raw"]["r"], abs=6e-4)
     assert "With 4 checkpoints r has no standard error" in " ".join(out.split())
     assert "±" not in rows[0]["Pearson r"]
     assert Image.open(tmp_path / "t.png").size[0] > 300
@@ -134,7 +123,7 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
 
 
 def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
-    checkpoints = save(tmp_path, Forecast)
+    checkpoints = save(tmp_path, forecast)
     torch.manual_seed(5)
     real = torch.randn(9, LENGTH, FEATURES)
     np.save(tmp_path / "real.npy", real.numpy())
@@ -142,7 +131,7 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
         f"--real {tmp_path / 'real.npy'} --sigma 0.5 --n 20 --json {tmp_path / 't.json'} --device "
         "cpu"
     )
-    out = cli(f"ablate --model test_ablation:Forecast {options}", *checkpoints).out
+    out = cli(f"ablate --model test_ablation:forecast {options}", *checkpoints).out
     assert "Gaussian series (n = 20)" in out
     assert "real inputs (n = 9)" in out
     assert "sigma=0.5" in out
@@ -153,10 +142,10 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
     for checkpoint, estimates in zip(
         checkpoints, json.loads((tmp_path / "t.json").read_text())["checkpoints"]
     ):
-        model = loaded(Forecast(), checkpoint)
+        model = loaded(forecast(), checkpoint)
         for (name, source), n in zip(inputs.items(), (9, 20)):
             expected = fastlr.estimate(model, source, n=n, predictive=fastlr.Gaussian(sigma=0.5))
-            assert estimates[name]["value"] == pytest.approx(expected.value, rel=1e-5)
+            assert estimates[name]["value"] == approx(expected.value, rel=1e-5)
             # one linear layer over time: for each output and feature |x|^2 + 1, over sigma^2
             exact = (
                 4
@@ -168,17 +157,10 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
 
 def test_the_same_value_everywhere_gives_no_correlation(tmp_path, cli):
     """A linear forecast's local redundancy does not depend on its weights."""
-    checkpoints = save(tmp_path, Forecast, 3)
+    checkpoints = save(tmp_path, forecast, 3)
     torch.save(torch.randn(6, LENGTH, FEATURES), tmp_path / "real.pt")
-    arguments = [
-        "--model",
-        "test_ablation:Forecast",
-        "--real",
-        str(tmp_path / "real.pt"),
-        "--predictive",
-        "gaussian",
-    ]
-    out = cli("ablate --n 8", *checkpoints, *arguments).out
+    line = f"ablate --n 8 --model test_ablation:forecast --real {tmp_path}/real.pt"
+    out = cli(f"{line} --predictive gaussian", *checkpoints).out
     assert "the same at all checkpoints" in " ".join(out.split())
     assert "Pearson" not in out
 
@@ -270,7 +252,7 @@ def test_what_is_no_input_is_named(tmp_path):
         ("absent.pt", "does not exist"),
         ("photo.jpg", "tensors are read from"),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             real_inputs(tmp_path / name, 4)
 
 
@@ -287,14 +269,14 @@ def test_a_checkpoint_without_numbers_is_named(tmp_path):
     state["0.weight"][:] = math.nan
     torch.save(state, checkpoints[1])
     torch.save(torch.rand(4, 3, 8, 8), tmp_path / "real.pt")
-    with pytest.raises(NonFiniteError, match=rf"{checkpoints[1].name}, shapes: "):
+    with refused(rf"{checkpoints[1].name}, shapes: ", NonFiniteError):
         measure_checkpoints(conv_net(), checkpoints, real_inputs(tmp_path / "real.pt", 4), 4)
 
 
 def test_what_few_checkpoints_are_worth():
     """The threshold for |r| is that of a test of no correlation; errors are given from 91 on."""
     assert "|r| of 0.71 " in few_checkpoints(8)[0]
-    assert stats.pearsonr(*_pair(8, 0.7067))[1] == pytest.approx(0.05, abs=2e-4)
+    assert stats.pearsonr(*_pair(8, 0.7067))[1] == approx(0.05, abs=2e-4)
     assert few_checkpoints(91) == []
     assert few_checkpoints(90)
     rng = np.random.default_rng(0)
@@ -321,25 +303,23 @@ def _at(value):
     return fastlr.Estimate(value, 0.1, 10, {}, None, {}, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@mark.parametrize(
+    ("line", "says"),
     [
-        (["C0", "C1"], "no run folder; a checkpoint is measured by --model"),
-        (["C0", "--real", "REAL"], "--real goes with --model"),
-        (["C0", "C1", "C2", *MODEL], "--model wants --real DATA"),
-        (["C0", "C1", *MODEL, *DATA], "2 checkpoints: a correlation needs at least 3"),
-        (["C0", "C1", "C0", *MODEL, *DATA], "given twice"),
-        (["C0", "C1", "C2", *MODEL, "--real", "nowhere"], "nowhere does not exist"),
-        (["C0", "C1", "C2", *MODEL, *DATA, "--classes", "2"], "does not fit"),
-        (["C0", "C1", "C2", *MODEL, *DATA, "--sigma", "2"], "--sigma goes with"),
-        (["C0", "C1", "C2", *MODEL, *DATA, "--csv", "no/x.csv"], "there is no folder"),
-        (["C0", "C1", "C2", *MODEL, *DATA, "--model-kwargs", "3"], "a JSON object"),
+        ("z.pt y.pt", "no run folder; a checkpoint is measured by --model"),
+        ("z.pt --real real.pt", "--real goes with --model"),
+        (f"{THREE} {MODEL}", "--model wants --real DATA"),
+        (f"z.pt y.pt {MODEL} {DATA}", "2 checkpoints: a correlation needs at least 3"),
+        (f"z.pt y.pt z.pt {MODEL} {DATA}", "given twice"),
+        (f"{THREE} {MODEL} --real nowhere", "nowhere does not exist"),
+        (f"{THREE} {MODEL} {DATA} --classes 2", "does not fit"),
+        (f"{THREE} {MODEL} {DATA} --sigma 2", "--sigma goes with"),
+        (f"{THREE} {MODEL} {DATA} --csv no/x.csv", "there is no folder"),
+        (f"{THREE} {MODEL} {DATA} --model-kwargs 3", "a JSON object"),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_2(arguments, says, tmp_path, cli, monkeypatch):
+def test_wrong_arguments_are_one_line_and_exit_2(line, says, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checkpoints = save(tmp_path, conv_net, 3)
+    save(tmp_path, conv_net, 3)
     torch.save(torch.rand(4, 3, 8, 8), tmp_path / "real.pt")
-    names = {**{f"C{i}": str(path) for i, path in enumerate(checkpoints)}, "REAL": "real.pt"}
-    error = cli("ablate", *(names.get(word, word) for word in arguments), code=2).err
-    assert says in error and error.count("\n") == 1, error
+    assert cli(f"ablate {line}", code=2, says=says).err.count("\n") == 1

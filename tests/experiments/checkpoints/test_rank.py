@@ -2,15 +2,15 @@
 
 import json
 import math
-import re
 
-import pytest
 import torch
 import torch.nn.functional as F
+from exact import seeded
+from expected import refused
+from pytest import approx, fixture
 from torch import nn
 
 import fastlr
-from fastlr.errors import InputError
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.checkpoints.ranking import ranking
 from fastlr.experiments.checkpoints.ranking_report import ranking_sheet, verdict
@@ -43,7 +43,7 @@ def flat_net(num_classes=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
-@pytest.fixture
+@fixture
 def checkpoints(tmp_path):
     """Three checkpoints: a network, the same with confident outputs, and nearly the first."""
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def checkpoints(tmp_path):
 
 
 def test_pairs_are_compared_input_by_input():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     common = 10 * torch.rand(200, generator=generator, dtype=torch.float64)
     noise = torch.randn(3, 200, generator=generator, dtype=torch.float64)
     values = {"a": common + noise[0], "b": common + 1 + noise[1], "c": common + 0.01 + noise[0]}
@@ -67,11 +67,11 @@ def test_pairs_are_compared_input_by_input():
     assert found.best == "b"
     pair = found.against_best("c")
     delta = values["b"] - values["c"]
-    assert pair.difference == pytest.approx(float(delta.mean()))
+    assert pair.difference == approx(float(delta.mean()))
     assert pair.second == "c"
-    assert pair.stderr == pytest.approx(float(delta.std() / math.sqrt(200)))
-    assert pair.z == pytest.approx(pair.difference / pair.stderr)
-    assert pair.p == pytest.approx(math.erfc(pair.z / math.sqrt(2)))
+    assert pair.stderr == approx(float(delta.std() / math.sqrt(200)))
+    assert pair.z == approx(pair.difference / pair.stderr)
+    assert pair.p == approx(math.erfc(pair.z / math.sqrt(2)))
     alone = math.hypot(*(e.stderr for e in (found.estimates["b"], found.estimates["c"])))
     assert pair.stderr < alone / 2, "what the inputs share cancels"
     assert found.distinguishable
@@ -82,7 +82,7 @@ def test_pairs_are_compared_input_by_input():
 
 
 def test_equal_checkpoints_are_told_apart_once_in_twenty_times():
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     told, studies = 0, 400
     for _ in range(studies):
         values = torch.randn(4, 60, generator=generator, dtype=torch.float64)
@@ -112,20 +112,17 @@ def test_what_is_said_of_ties():
 
 def test_estimates_that_are_not_paired_are_refused():
     a, b = estimate(torch.rand(10)), estimate(torch.rand(10), seed=1)
-    with pytest.raises(InputError, match="not paired: seed"):
+    with refused("not paired: seed"):
         ranking({"a": a, "b": b})
-    with pytest.raises(InputError, match="1 checkpoints: a ranking needs at least two"):
+    with refused("1 checkpoints: a ranking needs at least two"):
         ranking({"a": a})
 
 
 def test_the_command(checkpoints, tmp_path, cli):
-    files = [str(path) for path in checkpoints.values()]
-    options = ["--model", "test_rank:flat_net", "--size", "8", "-n", "40", "--seed", "3"]
-    picture = tmp_path / "rank.png"
-    record = tmp_path / "rank.json"
-    table = tmp_path / "rank.csv"
-    outputs = ["--figure", str(picture), "--json", str(record), "--csv", str(table)]
-    out = cli("rank", *files, *options, *outputs).out
+    files = list(checkpoints.values())
+    line = "--model test_rank:flat_net --size 8 -n 40 --seed 3"
+    picture, record, table = (tmp_path / f"rank.{end}" for end in ("png", "json", "csv"))
+    out = cli(f"rank {line} --figure {picture} --json {record} --csv {table}", *files).out
     assert max(map(len, out.splitlines()[:-3])) <= 80
     assert picture.read_bytes()[:4] == b"\x89PNG"
     found = json.loads(record.read_text())
@@ -137,13 +134,13 @@ def test_the_command(checkpoints, tmp_path, cli):
         model = flat_net()
         model.load_state_dict(torch.load(path, weights_only=True))
         direct = fastlr.estimate(model, fastlr.ShapeImages((3, 8, 8)), n=40, seed=3)
-        assert values[f"{name}.pt"]["value"] == pytest.approx(direct.value, rel=1e-6)
-        assert values[f"{name}.pt"]["stderr"] == pytest.approx(direct.stderr, rel=1e-5)
+        assert values[f"{name}.pt"]["value"] == approx(direct.value, rel=1e-6)
+        assert values[f"{name}.pt"]["stderr"] == approx(direct.stderr, rel=1e-5)
         assert f"{name}.pt" in out
         assert f"{name}.pt" in table.read_text()
     assert len(found["pairs"]) == 3
     assert found["folder"] == str(tmp_path)
-    captured = cli("rank --json -", *files[:2], *options)
+    captured = cli(f"rank --json - {line}", *files[:2])
     assert json.loads(captured.out)["pairs"]
     assert "Checkpoints by local redundancy" in captured.err
 
@@ -170,46 +167,31 @@ def two_forecasters(folder, channels):
 
 def test_series_and_settings(tmp_path, cli):
     model, files = two_forecasters(tmp_path, channels=2)
-    series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
-    assert "Gaussian(sigma=1.0)" in cli("rank", *files, *model, *series).out, (
-        "series are regression"
-    )
-    cli(
-        "estimate",
-        model[1],
-        *model[2:],
-        *series,
-        "--checkpoint",
-        files[0],
-        "--sigma",
-        "2",
-        says="Gaussian(sigma=2.0)",
-    )
+    series = "--inputs series --length 20 --features 2 -n 16"
+    cli(f"rank {series}", *files, *model, says="Gaussian(sigma=1.0)")  # series are regression
+    of_one = f"estimate {series} --checkpoint {files[0]} --sigma 2"
+    cli(of_one, *model[1:], says="Gaussian(sigma=2.0)")
 
 
 def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
-    first = str(checkpoints["first"])
-    second = str(checkpoints["confident"])
-    model = ["--model", "test_rank:flat_net", "--size", "8", "-n", "8"]
-    for arguments, message in (
-        ([first, *model], "1 checkpoints: a ranking needs at least two; fastlr estimate"),
-        ([first, str(tmp_path / "none.pt"), *model], "none.pt: no such file"),
-        ([first, second, *model, "--classes", "2"], "first.pt does not fit Sequential"),
-        (
-            [first, second, *model, "--inputs", "sounds"],
-            "--inputs sounds: choose shapes, noise, series",
-        ),
-        ([first, second, *model, "--length", "0"], "--length 0"),
-        ([first, second], "--model"),
+    first, both = checkpoints["first"], f"{checkpoints['first']} {checkpoints['confident']}"
+    model = "--model test_rank:flat_net --size 8 -n 8"
+    for line, message in (
+        (f"{first} {model}", "1 checkpoints: a ranking needs at least two; fastlr estimate"),
+        (f"{first} {tmp_path}/none.pt {model}", "none.pt: no such file"),
+        (f"{both} {model} --classes 2", "first.pt does not fit Sequential"),
+        (f"{both} {model} --inputs sounds", "--inputs sounds: choose shapes, noise, series"),
+        (f"{both} {model} --length 0", "--length 0"),
+        (both, "--model"),
     ):
-        assert re.search(message, cli("rank", *arguments, code=2).err), message
+        cli(f"rank {line}", code=2, says=message)
 
 
 # -- the paper's other strategies
 # ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@fixture
 def stores(tmp_path):
     """What the checkpoints were trained on, of 3 classes, and the next, of 4."""
     for name, classes in (("source", 3), ("target", 4)):
@@ -218,18 +200,11 @@ def stores(tmp_path):
 
 
 def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
-    files = [str(path) for path in checkpoints.values()]
     record = tmp_path / "rank.json"
-    data = ["--source", stores["source"], "--target", stores["target"], "--batch-size", "16"]
-    by = [
-        "--by",
-        "weight_norm,validation_loss,dormant_ratio,linear_probe",
-        "--json",
-        str(record),
-        "--seed",
-        "3",
-    ]
-    out = cli("rank --model test_rank:flat_net --size 8 -n 40", *files, *data, *by).out
+    data = f"--source {stores['source']} --target {stores['target']} --batch-size 16 --seed 3"
+    by = f"--by weight_norm,validation_loss,dormant_ratio,linear_probe --json {record}"
+    line = f"rank --model test_rank:flat_net --size 8 -n 40 {data} {by}"
+    out = cli(line, *checkpoints.values()).out
     table = out[
         out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")
     ].splitlines()
@@ -255,9 +230,9 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
         with torch.no_grad():
             loss = F.cross_entropy(model(normalise(x)), y)
             units = model[2](model[1](normalise(seen).flatten(1))).mean(0)
-        assert values["validation_loss"] == pytest.approx(float(loss), rel=1e-5)
-        assert values["dormant_ratio"] == pytest.approx(float((units < 0.05).float().mean()))
-        assert values["weight_norm"] == pytest.approx(float(fastlr.metrics.weight_norm(model)))
+        assert values["validation_loss"] == approx(float(loss), rel=1e-5)
+        assert values["dormant_ratio"] == approx(float((units < 0.05).float().mean()))
+        assert values["weight_norm"] == approx(float(fastlr.metrics.weight_norm(model)))
         assert values["linear_probe"] > 0
     for one in found.values():
         assert one["candidates"][one["pick"]] == {"least": min, "greatest": max}[one["rule"]](
@@ -273,19 +248,8 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
 def test_strategies_of_series(tmp_path, cli):
     model, files = two_forecasters(tmp_path, channels=7)
     record = tmp_path / "rank.json"
-    series = [
-        "--inputs",
-        "series",
-        "--length",
-        "20",
-        "-n",
-        "16",
-        "--source",
-        "generated:1",
-        "--json",
-        str(record),
-    ]
-    cli("rank --by validation_loss", *files, *model, *series)
+    line = "rank --by validation_loss --inputs series -n 16 --source generated:1"
+    cli(f"{line} --length 20 --json {record}", *files, *model)
     found = json.loads(record.read_text())["strategies"]["validation_loss"]["candidates"]
     windows = split_series(open_series("generated:1"), 20, 3).validation
     for name, value in found.items():
@@ -293,51 +257,40 @@ def test_strategies_of_series(tmp_path, cli):
         network.load_state_dict(torch.load(tmp_path / name, weights_only=True))
         x, y = windows.batch(torch.arange(len(windows)))
         with torch.no_grad():
-            assert value == pytest.approx(float(F.mse_loss(network(x), y)), rel=1e-5)
-    wrong = [*series[:2], "--length", "24", *series[4:], "--by", "validation_loss"]
+            assert value == approx(float(F.mse_loss(network(x), y)), rel=1e-5)
     says = "generated:1: the model does not run on windows of 24 rows and 7 features"
-    cli("rank", *files, *model, *wrong, code=2, says=says)
+    cli(f"{line} --length 24", *files, *model, code=2, says=says)
 
 
 def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, cli):
-    files = checkpoints.values()
-    source = ["--source", stores["source"]]
-    target = ["--target", stores["target"]]
-    for arguments, message in (
+    source, target = stores["source"], stores["target"]
+    for line, message in (
         (
-            ["--by", "validation_loss"],
+            "--by validation_loss",
             "--by validation_loss needs --source DATA, what the checkpoints were trained on",
         ),
-        (["--by", "weight_norm,dormant_ratio"], "--by dormant_ratio needs --source DATA"),
+        ("--by weight_norm,dormant_ratio", "--by dormant_ratio needs --source DATA"),
         (
-            ["--by", "linear_probe"],
+            "--by linear_probe",
             "--by linear_probe needs --target DATA, what they shall be trained on next",
         ),
         (
-            ["--by", "weight_norm", *source],
+            f"--by weight_norm --source {source}",
             "--source goes with --by validation_loss or dormant_ratio",
         ),
-        (target, "--target goes with --by linear_probe"),
-        (["--by", "weight"], "--by weight: choose from linear_probe, local_redundancy"),
-        (["--head", "3"], "--head goes with --by linear_probe"),
+        (f"--target {target}", "--target goes with --by linear_probe"),
+        ("--by weight", "--by weight: choose from linear_probe, local_redundancy"),
+        ("--head 3", "--head goes with --by linear_probe"),
         (
-            ["--by", "linear_probe", *target, "--head", "none"],
+            f"--by linear_probe --target {target} --head none",
             "head=none: the model has no such part",
         ),
         (
-            ["--by", "validation_loss", "--source", stores["target"]],
+            f"--by validation_loss --source {target}",
             "has 4 classes, the model 3 outputs: give --classes",
         ),
-        (
-            ["--by", "weight_norm", "--dtype", "fp16"],
-            "--dtype fp16 goes with local_redundancy alone",
-        ),
-        (["--by", "validation_loss", "--source", "none.csv"], "no series none.csv"),
+        ("--by weight_norm --dtype fp16", "--dtype fp16 goes with local_redundancy alone"),
+        ("--by validation_loss --source none.csv", "no series none.csv"),
     ):
-        cli(
-            "rank --model test_rank:flat_net --size 8 -n 8",
-            *files,
-            *arguments,
-            code=2,
-            says=message,
-        )
+        command = f"rank --model test_rank:flat_net --size 8 -n 8 {line}"
+        cli(command, *checkpoints.values(), code=2, says=message)

@@ -5,11 +5,12 @@ import math
 import shutil
 
 import numpy as np
-import pytest
 from continual_runs import autoregressive, read_lines, set_options, write_lines, write_run
+from expected import refused, warned
+from pytest import approx, mark, warns
 from scipy import stats
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import FastlrWarning
 from fastlr.experiments.continual import (
     TooShort,
     agreement,
@@ -52,7 +53,7 @@ def test_a_run_is_read_back(tmp_path):
     assert np.isfinite(np.delete(run.accuracy, 4)).all()
     assert run.untrained["measures"]["weight_norm"]["value"] == 10.0
     assert run.timed == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
-    assert sum(run.per_parameter()[3].values()) == pytest.approx(run.measure("local_redundancy")[3])
+    assert sum(run.per_parameter()[3].values()) == approx(run.measure("local_redundancy")[3])
 
 
 def test_forgetting_compares_a_task_with_itself_one_task_later(tmp_path):
@@ -70,18 +71,18 @@ def test_future_accuracy_is_of_the_tasks_after_the_boundary(tmp_path):
     # Task 14 is followed by 15..24.
     assert np.isfinite(future[:15]).all()
     assert np.isnan(future[15:]).all()
-    assert future[14] == pytest.approx(run.accuracy[15:25].mean())
+    assert future[14] == approx(run.accuracy[15:25].mean())
     # The skipped task 12 is left out.
-    assert future[5] == pytest.approx(np.nanmean(run.accuracy[6:16]))
+    assert future[5] == approx(np.nanmean(run.accuracy[6:16]))
     many = read_run(write_run(tmp_path / "many", 25, skip=tuple(range(5, 11))))
     assert np.isnan(many.future_accuracy()[3])  # of tasks 4..13 only four are there
     assert np.isfinite(many.future_accuracy()[4:6]).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("tail", ['{"kind": "task", "ta', '{"kind": "task"}', "\x00\x00", "[1, 2]"])
+@mark.parametrize("tail", ['{"kind": "task", "ta', '{"kind": "task"}', "\x00\x00", "[1, 2]"])
 def test_an_incomplete_last_line_is_dropped_with_a_warning(tmp_path, tail):
     folder = write_run(tmp_path / "run", 12, tail=tail)
-    with pytest.warns(FastlrWarning, match="last line is incomplete"):
+    with warned("last line is incomplete"):
         assert len(read_run(folder)) == 12
 
 
@@ -90,7 +91,7 @@ def test_a_damaged_line_in_the_middle_is_named_and_the_last_of_two_lines_counts(
     again = {"kind": "task", "task": 3, "accuracy": 0.25, "measures": None}
     with (folder / "records.jsonl").open("a") as file:
         file.write("{broken\n" + json.dumps(again) + "\n")
-    with pytest.warns(FastlrWarning, match="line 14 is damaged"):
+    with warned("line 14 is damaged"):
         run = read_run(folder)
     assert len(run) == 12
     assert run.accuracy[3] == 0.25
@@ -106,7 +107,7 @@ def test_odd_values_are_missing_not_numbers(tmp_path):
     ]
     lines.append({"kind": "task", "task": 6})
     write_lines(tmp_path, lines)
-    with pytest.warns(FastlrWarning) as told:
+    with warns(FastlrWarning) as told:
         run = read_run(tmp_path)
     (text,) = [str(warning.message) for warning in told]
     assert (
@@ -126,13 +127,13 @@ def test_folders_of_runs_stand_for_their_runs_in_order(tmp_path):
         write_run(tmp_path / "all" / f"seed-{seed}", 11, seed=seed)
     runs = read_runs([tmp_path / "all"])
     assert [run.name for run in runs] == ["all/seed-0", "all/seed-2", "all/seed-10"]
-    with pytest.raises(InputError, match="given twice"):
+    with refused("given twice"):
         read_runs([tmp_path / "all", tmp_path / "all" / "seed-2"])
-    with pytest.raises(InputError, match="no run folder"):
+    with refused("no run folder"):
         read_runs([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "records.jsonl").write_text("")
-    with pytest.raises(InputError, match="nothing to report"):
+    with refused("nothing to report"):
         read_runs([tmp_path / "empty"])
 
 
@@ -194,9 +195,9 @@ def test_correlations_of_a_run_are_scipys_on_the_same_residuals(tmp_path):
             x = np.log(x[known]) if c.transform == "log" else x[known]
             x = residuals(x, task[known]) if c.kind == "partial" else x
             of = stats.pearsonr if c.method == "pearson" else stats.spearmanr
-            assert c.value == pytest.approx(of(x, residuals(y[known], task[known]))[0], abs=1e-10)
+            assert c.value == approx(of(x, residuals(y[known], task[known]))[0], abs=1e-10)
             assert c.n == known.sum()
-            assert c.naive == pytest.approx(1 / math.sqrt(c.n))
+            assert c.naive == approx(1 / math.sqrt(c.n))
             assert c.low < c.value < c.high
             assert c.stderr > 0
             assert 0 < c.smallest <= 1
@@ -219,8 +220,8 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
             # Copies of one task differ by rounding, which would break their ties.
             a = np.round(a, 9)
             b = np.round(b, 9)
-            assert fast["pearson"][row] == pytest.approx(stats.pearsonr(a, b)[0], abs=1e-7)
-            assert fast["spearman"][row] == pytest.approx(stats.spearmanr(a, b)[0], abs=1e-7)
+            assert fast["pearson"][row] == approx(stats.pearsonr(a, b)[0], abs=1e-7)
+            assert fast["spearman"][row] == approx(stats.spearmanr(a, b)[0], abs=1e-7)
 
 
 def test_several_runs_are_averaged_by_their_tasks(tmp_path):
@@ -230,7 +231,7 @@ def test_several_runs_are_averaged_by_their_tasks(tmp_path):
     pooled = correlations(runs, ["weight_norm"], resamples=100)
     for a, b, both in zip(*single, pooled):
         assert (a.n, b.n, both.n) == (130, 260, 390)
-        assert both.value == pytest.approx((a.value + 2 * b.value) / 3)
+        assert both.value == approx((a.value + 2 * b.value) / 3)
         assert both.per_run == (a.value, b.value)
         assert both.blocks == a.blocks + b.blocks
 
@@ -247,13 +248,13 @@ def test_the_lead_of_local_redundancy_is_paired(tmp_path):
         if name == "local_redundancy":
             assert math.isnan(c.lead)
             continue
-        assert c.lead == pytest.approx(first.value - c.value)
+        assert c.lead == approx(first.value - c.value)
         assert c.lead_stderr > 0
         if name == "local_redundancy_next_task":
             # Nearly the same series: far less than independent errors would give.
             assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
         if name == "train_grad_norm":  # pure noise
-            assert c.lead_stderr == pytest.approx(math.hypot(first.stderr, c.stderr), rel=0.35)
+            assert c.lead_stderr == approx(math.hypot(first.stderr, c.stderr), rel=0.35)
     alone = correlations(runs, ["weight_norm"], resamples=100)
     assert all(math.isnan(c.lead) for c in alone)
 
@@ -300,7 +301,7 @@ def test_the_same_seed_gives_the_same_errors(tmp_path):
     assert one.value == other.value
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("runs", "options", "words"),
     [
         (0, {}, "no runs"),
@@ -311,7 +312,7 @@ def test_the_same_seed_gives_the_same_errors(tmp_path):
 )
 def test_wrong_arguments_are_named(tmp_path, runs, options, words):
     run = read_run(write_run(tmp_path / "run", 120))
-    with pytest.raises(InputError, match=words):
+    with refused(words):
         correlations([run] * runs, **options)
 
 
@@ -331,14 +332,14 @@ def test_blocks_are_whole_and_every_task_is_drawn_as_often():
 
 def test_the_mean_error_of_few_is_scipys():
     few = np.random.default_rng(0).standard_normal(40)
-    assert mean_error(few) == pytest.approx(stats.sem(few))
+    assert mean_error(few) == approx(stats.sem(few))
 
 
 def test_the_error_of_a_mean_knows_of_neighbours():
     rng = np.random.default_rng(0)
     series = [np.convolve(rng.standard_normal(1009), np.ones(10) / 10, "valid") for _ in range(300)]
     true = np.std([s.mean() for s in series])
-    assert np.mean([mean_error(s) for s in series]) == pytest.approx(true, rel=0.15)
+    assert np.mean([mean_error(s) for s in series]) == approx(true, rel=0.15)
     assert np.mean([stats.sem(s) for s in series]) < 0.5 * true  # what a naive error would say
 
 
@@ -347,9 +348,7 @@ def test_the_interval_widens_with_few_blocks_and_fails_honestly():
     wide = interval(0.2, replicates, 4)
     narrow = interval(0.2, replicates, 100)
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
-    assert narrow.smallest == pytest.approx(
-        math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05
-    )
+    assert narrow.smallest == approx(math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05)
     assert math.isnan(interval(0.2, np.full(100, np.nan), 50).stderr)
 
 
@@ -390,10 +389,10 @@ def _coverage(n, runs, resamples, effect):
             error = interval(value, replicates, -(-n // length))
             hits[method, partial] += error.low <= truth[method] <= error.high
             found[method, partial].append((value, error.stderr))
-    ratio = {
-        key: np.mean([s for _, s in pairs]) / np.std([v for v, _ in pairs])
-        for key, pairs in found.items()
-    }
+    ratio = {}
+    for key, pairs in found.items():
+        values, errors = zip(*pairs)
+        ratio[key] = np.mean(errors) / np.std(values)
     return {key: count / runs for key, count in hits.items()}, ratio
 
 
@@ -410,8 +409,8 @@ def test_intervals_cover_the_truth_where_naive_errors_would_not():
     assert naive / 60 < 0.7
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("effect", [0.0, 0.1])
+@mark.long
+@mark.parametrize("effect", [0.0, 0.1])
 def test_intervals_cover_at_least_nine_in_ten_at_3000_tasks(effect):
     covered, ratio = _coverage(3000, runs=1000, resamples=300, effect=effect)
     print(effect, covered, ratio)
@@ -426,13 +425,13 @@ def test_forgetting_by_blocks(tmp_path):
     whole, *blocks = forgetting_by_blocks(runs)
     lost = np.concatenate([run.forgetting for run in runs])
     assert (whole.first, whole.last, whole.n) == (0, 99, int(np.isfinite(lost).sum()))
-    assert whole.mean == pytest.approx(np.nanmean(lost))
+    assert whole.mean == approx(np.nanmean(lost))
     assert whole.stderr > 0
-    assert whole.right_after - whole.one_later == pytest.approx(whole.mean)
+    assert whole.right_after - whole.one_later == approx(whole.mean)
     assert [b.first for b in blocks] == list(range(0, 100, 10))
     assert sum(b.n for b in blocks) == whole.n
     part = runs[0].forgetting[90:]
-    assert blocks[-1].stderr == pytest.approx(stats.sem(part[np.isfinite(part)]))
+    assert blocks[-1].stderr == approx(stats.sem(part[np.isfinite(part)]))
 
 
 def test_costs_are_sums_and_shares(tmp_path):
@@ -441,13 +440,12 @@ def test_costs_are_sums_and_shares(tmp_path):
     assert list(found) == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
     cost = found["local_redundancy"]
     assert cost.n == 50
-    assert cost.total == pytest.approx(2 * 3.0 + 48 * 0.2)
+    assert cost.total == approx(2 * 3.0 + 48 * 0.2)
     assert cost.median == 0.2
-    assert cost.share == pytest.approx(cost.total / 500)
+    assert cost.share == approx(cost.total / 500)
     assert found["train"].share == 1.0
-    whole, of_measures = (
-        (sum(found[name].total for name in names)) / 50 for names in (found, list(found)[2:])
-    )
+    totals = [each.total / 50 for each in found.values()]
+    whole, of_measures = sum(totals), sum(totals[2:])
     note = f"A task took {whole:.4g} s in all, {of_measures:.4g} s of them for measures."
     assert cost_sheet(list(found.values()), runs).notes[0] == note
 
@@ -462,12 +460,12 @@ def test_agreement_is_defined_as_it_says(tmp_path):
     for (name, transform), a in found.items():
         x = run.measure(name)
         u, v = (np.log(x), np.log(y)) if transform == "log" else (x, y)
-        assert a.r == pytest.approx(stats.pearsonr(u, v)[0])
-        assert a.r_squared == pytest.approx(a.r**2)
-        assert a.squared_error == pytest.approx(np.mean((u - v) ** 2))
-        assert a.identity == pytest.approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
-        assert a.mse == pytest.approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
-        assert a.ratio == pytest.approx(stats.gmean(x / y))
+        assert a.r == approx(stats.pearsonr(u, v)[0])
+        assert a.r_squared == approx(a.r**2)
+        assert a.squared_error == approx(np.mean((u - v) ** 2))
+        assert a.identity == approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
+        assert a.mse == approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
+        assert a.ratio == approx(stats.gmean(x / y))
         assert a.n == 95
         assert a.stderr > 0
     assert found["local_redundancy", "log"].r > found["local_redundancy_noise", "log"].r

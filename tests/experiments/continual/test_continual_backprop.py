@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from continual_cases import begin, no_activation, trainer
+from exact import seeded
+from expected import refused
 from torch import nn
+from torch.testing import assert_close
 
-from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.continual_backprop import ContinualBackprop
 from fastlr.experiments.continual.interventions.unit_adamw import UnitAdamW
 from fastlr.experiments.data import synthetic_store
@@ -59,7 +61,7 @@ def made(network=hidden, **settings):
 
 
 def batch(n=12, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(n, 3, 8, 8, generator=generator), torch.randint(2, (n,), generator=generator)
 
 
@@ -129,14 +131,14 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
             same = ~changed[name]
             assert not after[name][changed[name] & ~drawn[name]].any()
             wanted = before[name] + (shift[name[0]] if name in ("3.bias", "5.bias") else 0)
-            torch.testing.assert_close(after[name][same], wanted[same], rtol=1e-5, atol=1e-7)
+            assert_close(after[name][same], wanted[same], rtol=1e-5, atol=1e-7)
             for key, value in learner.optimiser.state[p].items():
                 assert torch.equal(value[same], kept[name][key][same])
                 assert not value[changed[name]].any()
         for layer in cbp.layers:
             name = layer.units.name
-            torch.testing.assert_close(layer.utility.tolist(), utility[name], rtol=1e-4, atol=1e-7)
-            torch.testing.assert_close(layer.means[0].tolist(), mean[name], rtol=1e-4, atol=1e-7)
+            assert_close(layer.utility.tolist(), utility[name], rtol=1e-4, atol=1e-7)
+            assert_close(layer.means[0].tolist(), mean[name], rtol=1e-4, atol=1e-7)
             assert layer.ages.tolist() == age[name]
             assert layer.owed == pytest.approx(owed[name])
     assert 20 < total == sum(cbp.record()["replaced"].values())
@@ -166,7 +168,7 @@ def test_the_function_changes_by_the_deviation_from_the_mean_only():
         before = learner.model(x)
         cbp.replace(layer, torch.tensor([1, 4]))
         wanted = (h.mean(0) - here)[:, [1, 4]] @ outgoing[:, [1, 4]].T
-        torch.testing.assert_close(learner.model(x) - before, wanted, rtol=1e-4, atol=1e-6)
+        assert_close(learner.model(x) - before, wanted, rtol=1e-4, atol=1e-6)
         assert wanted.abs().max() > 1e-3
 
 
@@ -210,7 +212,7 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
     x, y = batch(30)
     for bias in (False, True):
         learner, cbp, initial = made(partial(MobileBlock, bias=bias), cbp_decay=0.5)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         for name, p in learner.model.named_parameters():
             p.data = (
                 torch.zeros_like(p)
@@ -228,7 +230,7 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
         after = learner.model(x)
         assert (after - before).abs().max() > 0.1
         outputs.append(after)
-    torch.testing.assert_close(*outputs)
+    assert_close(*outputs)
 
 
 # -- the optimiser
@@ -249,11 +251,11 @@ def test_adamw_with_counters_is_adamw():
             optimiser.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimiser.step()
-    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=1e-4, atol=1e-6)
+    assert_close(a.state_dict(), b.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     old = torch.zeros(4, 5, requires_grad=True)
     optimiser = UnitAdamW([old], lr=0.1)
     for _ in range(500):
@@ -267,7 +269,7 @@ def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
         old.grad = torch.randn(4, 5, generator=generator)
         new.grad = old.grad[2:3].clone()
         optimiser.step(), fresh.step()
-        torch.testing.assert_close(old[2:3], new, rtol=1e-5, atol=1e-6)
+        assert_close(old[2:3], new, rtol=1e-5, atol=1e-6)
 
 
 # -- in a run
@@ -291,7 +293,5 @@ def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, imag
 
 def test_a_model_without_replaceable_units_is_refused():
     learner = trainer(no_activation, cbp_rate=0.1)
-    with pytest.raises(
-        InputError, match=r"cbp_rate: no layer .*\(1 makes the model's output\): leave it out"
-    ):
+    with refused(r"cbp_rate: no layer .*\(1 makes the model's output\): leave it out"):
         learner.started_at(learner.model.state_dict(), STORE)

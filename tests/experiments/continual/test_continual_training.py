@@ -2,13 +2,16 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from continual_cases import Watching, assert_same, begin, checkpoint, lines, trainer
+from exact import seeded
+from expected import refused
+from pytest import approx, fixture, mark
 from torch import nn
+from torch.testing import assert_close
 
-from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.errors import ModelError, NonFiniteError
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.interventions import plain
 from fastlr.experiments.continual.options import MEASURES
@@ -16,7 +19,7 @@ from fastlr.experiments.data import ImageStore, load_task, normalise
 from fastlr.experiments.runs.folder import stream_seed
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def task(images):
     return load_task(ImageStore.open(images), (0, 1))
 
@@ -25,7 +28,7 @@ def task(images):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimiser", "updates"), [("adamw", "every-part"), ("sgd", "first-part")])
+@mark.parametrize(("optimiser", "updates"), [("adamw", "every-part"), ("sgd", "first-part")])
 def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
     """A step on a batch of 12 is two passes of 6, whose BatchNorm statistics are over 6 images.
 
@@ -43,7 +46,7 @@ def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
         (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
     )
     steps = kind(model.parameters(), lr=0.003, weight_decay=0.1, **more)
-    generator = torch.Generator().manual_seed(stream_seed(0, "order", 5))
+    generator = seeded(stream_seed(0, "order", 5))
     mean, std = (
         torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     )
@@ -65,9 +68,9 @@ def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
             (sum(losses) / 2).backward()
             steps.step()
             total += sum(losses).item() / 2 * len(batch)
-    assert learner.learn(task, 5) == pytest.approx(total / 22, rel=1e-4)
+    assert learner.learn(task, 5) == approx(total / 22, rel=1e-4)
     for (name, a), b in zip(learner.model.state_dict().items(), model.state_dict().values()):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+        assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
@@ -96,23 +99,21 @@ def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
     start, *tasks = begin(tmp_path / "channels-last", images, **settings)
     for name in MEASURES:
         wanted = start["measures"][name]["value"]
-        assert contiguous[0]["measures"][name]["value"] == pytest.approx(
-            wanted, rel=1e-4, abs=1e-6
-        ), name
+        assert contiguous[0]["measures"][name]["value"] == approx(wanted, rel=1e-4, abs=1e-6), name
     for a, b in zip(contiguous[1:], tasks, strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-2)
-    with pytest.raises(InputError, match="was begun with layout=contiguous, not channels-last"):
+        assert a["train_loss"] == approx(b["train_loss"], rel=1e-2)
+    with refused("was begun with layout=contiguous, not channels-last"):
         DRIVER.resume(tmp_path / "contiguous", {"layout": "channels-last"})
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+@mark.parametrize("optimiser", ["adamw", "sgd"])
 def test_fused_steps_are_the_same_but_for_rounding(task, optimiser):
     a, b = (
         trainer(fused=fused, optimiser=optimiser, learning_rate=1e-3) for fused in (True, False)
     )
     assert a.optimiser.param_groups[0]["fused"]
     assert not b.optimiser.param_groups[0]["fused"]
-    assert a.learn(task, 0) == pytest.approx(b.learn(task, 0), rel=1e-4)
+    assert a.learn(task, 0) == approx(b.learn(task, 0), rel=1e-4)
 
 
 def test_the_whole_batch_when_norm_batch_is_zero(task):
@@ -153,7 +154,7 @@ def test_the_head_is_reset_at_each_task(task):
         after = learner.model.state_dict()
         assert (after["4.weight"].abs().max() < 1e-6) == reset
         assert torch.allclose(after["0.weight"], before["0.weight"], atol=1e-6)
-    with pytest.raises(ModelError, match="head_reset wants"):
+    with refused("head_reset wants", ModelError):
         trainer(head_reset=True, network=lambda: nn.Conv2d(3, 2, 1))
 
 
@@ -164,7 +165,7 @@ def test_bfloat16(tmp_path, images):
         ]["local_redundancy"]
         for dtype in ("bf16", "fp32")
     )
-    assert bf16["value"] == pytest.approx(fp32["value"], rel=0.03)
+    assert bf16["value"] == approx(fp32["value"], rel=0.03)
     assert bf16["value"] != fp32["value"]
     assert all(
         v.dtype == torch.float32
@@ -205,7 +206,7 @@ def test_shrink_and_perturb_comes_before_every_task_but_the_first(tmp_path, imag
         line["measures"]["weight_norm"]["value"]
         for line in begin(tmp_path / "run", images, tasks=2, **settings)
     ]
-    assert norms == pytest.approx([norms[0], norms[0], norms[0] / 2], rel=1e-6)
+    assert norms == approx([norms[0], norms[0], norms[0] / 2], rel=1e-6)
 
 
 def test_towards_init_is_the_penalty_in_the_loss(task, images):
@@ -221,14 +222,14 @@ def test_towards_init_is_the_penalty_in_the_loss(task, images):
     initial = {name: value + 0.1 for name, value in learner.model.state_dict().items()}
     learner.started_at(initial, ImageStore.open(images))
     model = copy.deepcopy(learner.model)
-    order = torch.randperm(22, generator=torch.Generator().manual_seed(stream_seed(0, "order", 0)))
+    order = torch.randperm(22, generator=seeded(stream_seed(0, "order", 0)))
     loss = F.cross_entropy(model(normalise(task.train_x[order])), task.train_y[order])
     penalty = sum((p - initial[name]).square().sum() for name, p in model.named_parameters())
     (loss + 0.3 * penalty).backward()
     torch.optim.SGD(model.parameters(), lr=1e-2).step()
-    assert learner.learn(task, 0) == pytest.approx(loss.item(), rel=1e-5)
+    assert learner.learn(task, 0) == approx(loss.item(), rel=1e-5)
     for a, b in zip(learner.model.parameters(), model.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
@@ -237,12 +238,12 @@ def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
     x = torch.randn(5, 3, 8, 8)
     h = model[0](x)
     wanted = F.layer_norm(h, h.shape[1:], eps=1e-3)
-    torch.testing.assert_close(model.train()(x), wanted)
-    torch.testing.assert_close(model(x[:1]), wanted[:1])  # no sample sees another
+    assert_close(model.train()(x), wanted)
+    assert_close(model(x[:1]), wanted[:1])  # no sample sees another
     settings = {"measures": ("local_redundancy",), "norm": "layer", "tasks": 1}
     begin(tmp_path / "run", images, **settings)
     assert not any("running" in name for name in checkpoint(tmp_path / "run")["model"])
-    with pytest.raises(InputError, match="no batch norm to replace"):
+    with refused("no batch norm to replace"):
         begin(tmp_path / "none", images, **settings, model="continual_cases:no_activation")
 
 
@@ -250,16 +251,15 @@ def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("settings", "epoch"),
     [({}, 2), ({"epochs": 1, "batch_size": 22}, 1)],
     ids=["a loss", "the outputs after the last step"],
 )
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images, settings, epoch):
     settings = {"optimiser": "sgd", "learning_rate": 1e30, "measures": ("weight_norm",), **settings}
-    with pytest.raises(
-        NonFiniteError,
-        match=f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate",
+    with refused(
+        f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate", NonFiniteError
     ):
         begin(tmp_path / "run", images, **settings)
     assert len(lines(tmp_path / "run")) == 1

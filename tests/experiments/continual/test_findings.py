@@ -1,17 +1,12 @@
 """The sentences of a report follow from the numbers, and say so where nothing can be told."""
 
 import numpy as np
-import pytest
 from continual_runs import read_lines, write_lines, write_run
+from pytest import approx
 from scipy import stats
 
 from fastlr.experiments.continual import correlations, read_run
-from fastlr.experiments.continual.findings import (
-    course,
-    describe,
-    findings,
-    rank_correlation,
-)
+from fastlr.experiments.continual.findings import course, describe, findings, rank_correlation
 
 
 def run_of(folder, accuracy, redundancy):
@@ -33,10 +28,8 @@ def test_rank_correlations_are_scipys_with_the_same_and_the_next_task(tmp_path):
     run = run_of(tmp_path / "run", accuracy, redundancy)
     same = rank_correlation([run], 0)
     following = rank_correlation([run], 1)
-    assert same.value == pytest.approx(stats.spearmanr(redundancy, accuracy).statistic)
-    assert following.value == pytest.approx(
-        stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic
-    )
+    assert same.value == approx(stats.spearmanr(redundancy, accuracy).statistic)
+    assert following.value == approx(stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic)
     assert (same.n, following.n) == (300, 299)
     assert 0.9 < same.low < same.value < same.high
     assert describe(same).endswith("300 tasks)")
@@ -49,7 +42,7 @@ def test_two_runs_are_averaged_by_their_tasks(tmp_path):
     values = [(rng.random(n), rng.lognormal(size=n)) for n in (90, 180)]
     runs = [run_of(tmp_path / str(i), *pair) for i, pair in enumerate(values)]
     each = [stats.spearmanr(*pair).statistic for pair in values]
-    assert rank_correlation(runs, 0).value == pytest.approx((each[0] + 2 * each[1]) / 3)
+    assert rank_correlation(runs, 0).value == approx((each[0] + 2 * each[1]) / 3)
 
 
 def test_few_or_constant_tasks_tell_nothing(tmp_path):

@@ -207,7 +207,7 @@ def test_units_are_those_of_the_definition(name):
             for cut in (True, False):
                 model.load_state_dict(before)
                 for reader in units.readers if cut else ():
-                    view, index = reader.columns(
+                    view, index = reader.outgoing_columns(
                         reader.layer.weight.data, reader.features(torch.tensor([i]))
                     )
                     view[index] = 0

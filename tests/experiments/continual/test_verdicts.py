@@ -4,19 +4,21 @@ import copy
 import shutil
 from pathlib import Path
 
-import pytest
 from continual_cases import SMALL, begin
 from continual_runs import read_lines, write_lines, write_run
+from pytest import approx, mark
 
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.continual import read_run
 from fastlr.experiments.continual.report import write_report
 from fastlr.experiments.continual.verdicts import (
+    alarms,
     guess,
     in_a_line,
     never_learned,
     outcome,
     readings,
+    rings_in,
     verdict_of,
     verdicts,
 )
@@ -34,7 +36,7 @@ def cut(name, tasks):
     return run
 
 
-@pytest.mark.parametrize("tasks", [28, 40, 84, 200])
+@mark.parametrize("tasks", [28, 40, 84, 200])
 def test_a_network_that_stops_learning_has_fallen(tasks):
     told = verdict_of(cut("demo", tasks))
     assert told.startswith("Local redundancy has fallen from ")
@@ -43,7 +45,7 @@ def test_a_network_that_stops_learning_has_fallen(tasks):
     assert "L2 to init" in told
 
 
-@pytest.mark.parametrize("tasks", [28, 40, 60, 84, 120, 160, 200])
+@mark.parametrize("tasks", [28, 40, 60, 84, 120, 160, 200])
 def test_one_that_shrink_and_perturb_keeps_learning_has_not(tasks):
     run = cut("shrink-and-perturb", tasks)
     assert outcome(run).value.moved >= 0
@@ -62,6 +64,26 @@ def test_of_the_transformer_both_rise():
     told = verdict_of(read_run(RUNS / "transformer"))
     assert told.startswith("Local redundancy has risen from ")
     assert "Accuracy rose from 52.2 to 63.9 %, as the value did" in told
+
+
+def test_the_alarm_rings_where_plasticity_is_lost_and_not_where_it_is_kept():
+    rung = rings_in(read_run(RUNS / "demo"))
+    assert 16 <= rung[0] < 40, "accuracy falls to a guess between tasks 20 and 30"
+    assert rings_in(read_run(RUNS / "shrink-and-perturb")) == []
+    assert rings_in(read_run(RUNS / "transformer")) == []
+    assert rings_in(read_run(RUNS / "never-learned")) == []
+    (told,) = alarms({"as it is": [read_run(RUNS / "demo")]})
+    assert f": as it is, after {rung[0] + 1}, " in told
+
+
+@mark.parametrize(
+    ("name", "tasks", "reason"),
+    [("demo", 16, "more than 16 tasks"), ("permuted-digits", 200, "not known what a guess gives")],
+)
+def test_where_the_alarm_cannot_ring_it_says_so(name, tasks, reason):
+    (told,) = alarms({name: [cut(name, tasks)]})
+    assert f": {name}, never, as it " in told
+    assert reason in told
 
 
 def test_a_network_at_a_guess_from_the_start_never_learned():
@@ -98,7 +120,7 @@ def test_a_resumed_run_keeps_the_same_images_values(tmp_path, images):
     assert kept[0].stat().st_size == 4 * 20 * 3  # the start and two readings
     run = read_run(tmp_path / "whole")
     means = [float(reading.per_image.mean()) for reading in readings(run)]
-    assert means == pytest.approx([m for m in run.measure("local_redundancy") if m == m], rel=1e-6)
+    assert means == approx([m for m in run.measure("local_redundancy") if m == m], rel=1e-6)
 
 
 def test_the_start_is_no_reading(tmp_path):
@@ -128,7 +150,7 @@ def test_more_than_four_runs_and_groups_of_runs_have_a_line_each(tmp_path):
         text = config.read_text().replace('"seed":', f'"l2_init": {value}, "seed":')
         config.write_text(text)
     report = write_report(paths, tmp_path / "out", figures="none")
-    assert [line.partition(":")[0] for line in report.findings[1:]] == [
+    assert [line.partition(":")[0] for line in report.findings[1:-1]] == [
         "none (2 runs)",
         "l2_init=0.1 (2 runs)",
         "l2_init=0.2 (1 run)",

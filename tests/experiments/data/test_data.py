@@ -7,17 +7,17 @@ import tracemalloc
 import zipfile
 
 import numpy as np
-import pytest
 import torch
 from data_sources import SIZE, content, folder, imagenet, pixels, rows, save, zipped
+from expected import refused
 from PIL import Image
+from pytest import mark
 from torchvision import transforms
 
-from fastlr.errors import InputError
 from fastlr.experiments.data import ImageStore, prepare
 
 
-@pytest.mark.parametrize("archive", [None, "", "wrapped/twice/"])
+@mark.parametrize("archive", [None, "", "wrapped/twice/"])
 def test_imagenet_tree(tmp_path, archive):
     source = imagenet(tmp_path / "source")
     if archive is not None:
@@ -59,11 +59,8 @@ def test_folder_holds_out_by_seed(tmp_path):
         assert len(test) == 3
         whole = {pixels(1000 * c + i).tobytes() for i in range(10)}
         assert {image.tobytes() for image in (*train, *test)} == whole
-    held_out = [
-        i
-        for i in range(10)
-        if pixels(i).tobytes() in {image.tobytes() for image in rows(one, 0, "test")}
-    ]
+    tests = {image.tobytes() for image in rows(one, 0, "test")}
+    held_out = [i for i in range(10) if pixels(i).tobytes() in tests]
     assert held_out == [5, 6, 9]  # on every machine
     assert one.index["plan"]["seed"] == 0
     assert sum(one.index["plan"]["ignored"].values()) == 1
@@ -82,7 +79,7 @@ def test_folder_holds_out_by_seed(tmp_path):
     assert not np.array_equal(rows(other, 0, "test"), rows(one, 0, "test"))
 
 
-@pytest.mark.parametrize("archive", [False, True])
+@mark.parametrize("archive", [False, True])
 def test_npy_files(tmp_path, archive):
     source = tmp_path / "source"
     source.mkdir()
@@ -106,7 +103,7 @@ def test_npy_files(tmp_path, archive):
     assert np.array_equal(rows(resized, 1, "train")[0], np.asarray(wanted))
 
 
-@pytest.mark.parametrize("resize", ["squash", "crop"])
+@mark.parametrize("resize", ["squash", "crop"])
 def test_resize_is_torchvisions(tmp_path, resize):
     shapes = [(8, 8), (8, 13), (29, 8), (31, 47), (120, 33), (5, 7), (3, 40)]
     crop = transforms.Compose([transforms.Resize(SIZE), transforms.CenterCrop(SIZE)])
@@ -150,8 +147,8 @@ def test_colour_modes(tmp_path):
     )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("archive", [False, True])
+@mark.parametrize("workers", [1, 2])
+@mark.parametrize("archive", [False, True])
 def test_corrupt_images_are_left_out(tmp_path, archive, workers, cli):
     source = imagenet(tmp_path / "source")
     jpeg = io.BytesIO()
@@ -311,11 +308,11 @@ BROKEN_SOURCES = {
 }
 
 
-@pytest.mark.parametrize("message", BROKEN_SOURCES)
+@mark.parametrize("message", BROKEN_SOURCES)
 def test_broken_sources(tmp_path, message):
     make, options = BROKEN_SOURCES[message]
     out = tmp_path / options.get("out", "store")
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         prepare(make(tmp_path / "source"), **{"workers": 1, **options, "out": out})
     assert not (out / "index.json").exists()
 
@@ -324,9 +321,9 @@ def test_a_class_of_corrupt_images_only(tmp_path):
     source = imagenet(tmp_path / "source")
     for path in (source / "val/n1").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(InputError, match="n1 .*all its images for test are corrupt .*val/n1/0.png"):
+    with refused("n1 .*all its images for test are corrupt .*val/n1/0.png"):
         prepare(source, tmp_path / "store", size=SIZE, workers=1)
-    with pytest.raises(InputError, match="unfinished"):
+    with refused("unfinished"):
         ImageStore.open(tmp_path / "store")
 
 
@@ -361,7 +358,7 @@ def test_a_lost_file_is_not_a_corrupt_image(tmp_path, monkeypatch):
     monkeypatch.setitem(prepare.__globals__, "scan", then_remove)
     for workers in (1, 2):
         save(source / "train/n1/0.png", pixels(1000))
-        with pytest.raises(InputError, match="cannot read train/n1/0.png .*goes on from there"):
+        with refused("cannot read train/n1/0.png .*goes on from there"):
             prepare(source, tmp_path / "store", size=SIZE, workers=workers)
 
 
@@ -397,10 +394,8 @@ def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, cli)
         again = prepare(source, tmp_path / "crop", size=SIZE, workers=1)
         assert again.resize == "crop"
         assert (again.path / "images.u8").read_bytes() == whole[0]
-        with pytest.raises(
-            InputError, match="made with resize crop, not squash: choose another folder"
-        ):
+        with refused("made with resize crop, not squash: choose another folder"):
             prepare(source, tmp_path / "crop", size=SIZE, workers=1, resize="squash")
-    with pytest.raises(InputError, match="resize stretch: choose one of squash, crop"):
+    with refused("resize stretch: choose one of squash, crop"):
         prepare(source, tmp_path / "new", size=SIZE, workers=1, resize="stretch")
     assert re.search(r"resized by +crop", cli(f"data info {tmp_path / 'crop'}").out)

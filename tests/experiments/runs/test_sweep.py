@@ -4,13 +4,12 @@ import json
 import re
 import sys
 
-import pytest
 from continual_cases import SMALL
 from continual_runs import set_options, write_run
+from expected import refused
 from test_many import Asked
 
 from fastlr.cli.main import main
-from fastlr.errors import InputError
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.continual.options import ContinualOptions
 from fastlr.experiments.runs import sweep
@@ -42,9 +41,9 @@ def test_grids_are_values_of_the_options_types():
         ("seed=1,2", "say --seeds K"),
         ("device=cpu", "all runs of a sweep have the same"),
     ):
-        with pytest.raises(InputError, match=re.escape(message)):
+        with refused(re.escape(message)):
             sweep.parse_grids(ContinualOptions, [text])
-    with pytest.raises(InputError, match="epochs is given twice"):
+    with refused("epochs is given twice"):
         sweep.parse_grids(ContinualOptions, ["epochs=1", "epochs=2"])
 
 
@@ -64,7 +63,7 @@ def test_every_combination_has_a_name_and_its_settings():
         "measures": ("srank", "weight_norm"),
     }
     assert list(sweep.product(DRIVER, "demo", {}, {}, 2)) == ["seed-0", "seed-1"]
-    with pytest.raises(InputError, match="--seeds 0"):
+    with refused("--seeds 0"):
         sweep.product(DRIVER, "demo", {}, grids, 0)
 
 
@@ -97,24 +96,23 @@ def test_names_are_short_safe_and_different():
 
 
 def test_what_does_not_go_together_is_said(tmp_path, cli, monkeypatch):
-    out = ["--out", str(tmp_path / "out")]
+    out = f"--out {tmp_path}/out"
     monkeypatch.setitem(sys.modules, "ray", None)
-    for arguments, message in (
+    for line, message in (
         (
-            ["continual", *out, "--ray"],
+            f"continual {out} --ray",
             "Ray is not installed: pip install --no-build-isolation '.[ray]'",
         ),
-        (["continul", *out], "did you mean continual?"),
-        (["continual"], "give --out"),
-        (["continual", *out, "--gpus-per-run", "0.5"], "--gpus-per-run goes with --ray"),
-        (["continual", *out, "--address", "auto"], "--address goes with --ray"),
-        (["continual", *out, "--grid", "epochs=1,2", "--set", "epochs=3"], "are both given"),
-        (["continual", *out, "--resume"], "holds no runs to go on with"),
-        (["transfer", "demo", *out, "--grid", "batch_size=64,0"], "batch_size=0"),
-        (["continual", "demo", *out, "--grid", "data=synthetic,nowhere"], "nowhere"),
+        (f"continul {out}", "did you mean continual?"),
+        ("continual", "give --out"),
+        (f"continual {out} --gpus-per-run 0.5", "--gpus-per-run goes with --ray"),
+        (f"continual {out} --address auto", "--address goes with --ray"),
+        (f"continual {out} --grid epochs=1,2 --set epochs=3", "are both given"),
+        (f"continual {out} --resume", "holds no runs to go on with"),
+        (f"transfer demo {out} --grid batch_size=64,0", "batch_size=0"),
+        (f"continual demo {out} --grid data=synthetic,nowhere", "nowhere"),
     ):
-        captured = cli("sweep", *arguments, code=2)
-        assert message in captured.err
+        captured = cli(f"sweep {line}", code=2, says=message)
         assert captured.err.count("\n") == 1
         assert not captured.out
 
@@ -123,42 +121,36 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
     asked = Asked(monkeypatch)
     settings = {**SMALL, "data": images, "threads": 1, "measures": ""}
     del settings["learning_rate"]
-    same = [f"--set={key}={value}" for key, value in settings.items()]
+    same = " ".join(f"--set={key}={value}" for key, value in settings.items())
 
-    def do(*arguments, grid="learning_rate=0.1,0.01", settings=same):
+    def do(line, grid="--grid=learning_rate=0.1,0.01", settings=same):
         asked.work = {}
-        given = [
-            "--out",
-            str(tmp_path / "out"),
-            *arguments,
-            *settings,
-            *([f"--grid={grid}"] if grid else []),
-        ]
-        return main(["sweep", "continual", "paper", *given]), list(asked.work)
+        line = f"sweep continual paper --out {tmp_path}/out {line} {settings} {grid}"
+        return main(line.split()), list(asked.work)
 
     names = [f"learning_rate={rate},seed-{seed}" for rate in (0.1, 0.01) for seed in (0, 1)]
-    assert do("--seeds", "2") == (0, names)
-    assert do("--seeds", "2") == (2, []), "not without --resume"
+    assert do("--seeds 2") == (0, names)
+    assert do("--seeds 2") == (2, []), "not without --resume"
     known = json.loads((tmp_path / "out/many.json").read_text())["runs"]
     continual.begin(tmp_path / "out" / names[1], "paper", {**known[names[1]], "measures": ()})
     left = [names[0], *names[2:]]
-    assert do("--seeds", "2", "--resume") == (0, left), "the same command, resumed"
-    assert do("--resume", settings=[], grid="") == (0, left)
-    more = "learning_rate=0.1,0.01,0.5"
+    assert do("--seeds 2 --resume") == (0, left), "the same command, resumed"
+    assert do("--resume", "", "") == (0, left)
+    more = "--grid=learning_rate=0.1,0.01,0.5"
     added = [f"learning_rate=0.5,seed-{seed}" for seed in (0, 1)]
-    assert do("--seeds", "2", "--resume", grid=more, settings=[]) == (0, [*left, *added])
+    assert do("--seeds 2 --resume", more, "") == (0, [*left, *added])
     assert asked.work["learning_rate=0.5,seed-1"]["settings"] == {
         **known[names[1]],
         "learning_rate": 0.5,
     }
     capsys.readouterr()
-    for arguments, grid, settings, message in (
-        (["--seeds", "1"], more, [], "has learning_rate=0.1,seed-1, which is not among these"),
-        (["--seeds", "9"], "", [], "do not differ by their seeds alone"),
-        ([], "", ["--set=epochs=3"], "epochs cannot change"),
-        ([], "", ["--set=learning_rate=0.1"], "the runs differ in learning_rate"),
+    for line, message in (
+        (f"--seeds 1 {more}", "has learning_rate=0.1,seed-1, which is not among these"),
+        ("--seeds 9", "do not differ by their seeds alone"),
+        ("--set=epochs=3", "epochs cannot change"),
+        ("--set=learning_rate=0.1", "the runs differ in learning_rate"),
     ):
-        assert do("--resume", *arguments, grid=grid, settings=settings)[0] == 2
+        assert do(f"--resume {line}", "", "")[0] == 2
         assert message in capsys.readouterr().err
 
 

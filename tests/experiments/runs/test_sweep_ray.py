@@ -4,6 +4,7 @@ These are workers, nodes and processes.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -15,13 +16,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
-import pytest
 from continual_cases import SMALL, as_arguments, assert_same, checkpoint, comparable, lines
+from expected import refused
+from pytest import fixture, importorskip, mark, raises
 from test_many import ATTACH
 
 from fastlr.cli.main import main
-from fastlr.errors import InputError
+from fastlr.errors import FastlrError
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.runs import ray as on_ray
 from fastlr.experiments.runs import ray_node, sweep
@@ -73,7 +76,7 @@ def test_what_a_run_occupies():
         (with_one, {"cpus": 0}, "--cpus-per-run 0"),
         (with_one, {"retries": -1}, "--retries -1"),
     ):
-        with pytest.raises(InputError, match=re.escape(message)):
+        with refused(re.escape(message)):
             share(nodes, **given)
 
 
@@ -91,6 +94,31 @@ def job(folder, name, code):
         ATTACH + code,
     ]
     return Job(name, command, folder / f"{name}.txt")
+
+
+@mark.parametrize("alive", [True, False])
+def test_a_lost_run_is_begun_again_after_growing_pauses_if_the_node_lives(
+    tmp_path, monkeypatch, alive
+):
+    monkeypatch.setattr(on_ray, "_PAUSE", 0.1)
+    (tmp_path / "many.json").write_text("{}")
+    ray, begun = Mock(), []
+    ray.exceptions = Mock(RayTaskError=KeyError, OutOfMemoryError=MemoryError, RayError=OSError)
+    ray.remote().options().remote = lambda *_: begun.append(time.monotonic()) or iter([1])
+    ray.wait = lambda streams, **_: (streams, [])
+    ray.get.side_effect = OSError
+    ray.nodes = lambda: [{"NodeID": ray.get_runtime_context().get_node_id(), "Alive": alive}]
+    cluster = on_ray.Cluster(ray, retries=2)
+    given = [job(tmp_path, "one", "")], tmp_path / "many.json", on_ray.Share(1, 0), None, Mock()
+    if alive:
+        assert "also after 2 retries" in cluster.run(*given)["one"]
+        pauses = [after - before for before, after in itertools.pairwise(begun)]
+        assert pauses[0] >= 0.1
+        assert pauses[1] >= 0.2
+    else:
+        with raises(FastlrError, match="node of this machine has died.*--resume"):
+            cluster.run(*given)
+        assert len(begun) == 1
 
 
 def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
@@ -137,7 +165,7 @@ assert "fastlr" not in sys.modules
 print(list(carry([sys.argv[1], "/not/here"], pickle.dumps(([], [], []))))[0]["unfit"])
 assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
 """
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    cloudpickle = importorskip("ray.cloudpickle")
     (tmp_path / "function").write_bytes(cloudpickle.dumps(ray_node.sent_whole()))
     (tmp_path / "fastlr").mkdir()
     (tmp_path / "fastlr/__init__.py").write_text("raise ImportError('broken')")
@@ -159,10 +187,10 @@ def wait_for(what, seconds=300.0):
     return value
 
 
-@pytest.fixture
+@fixture
 def nodes(monkeypatch):
     """Two nodes of a Ray cluster beside its head, which takes no runs."""
-    pytest.importorskip("ray")
+    importorskip("ray")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -179,7 +207,7 @@ def nodes(monkeypatch):
             cluster.shutdown()
 
 
-@pytest.mark.long
+@mark.long
 def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeypatch):
     cluster, both = nodes
     shared = tmp_path / "many.json"
@@ -230,10 +258,7 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
         assert "(1 of 1 retries)" in lost["next"]
         monkeypatch.setattr(on_ray, "checksum", lambda path: "of another folder")
         monkeypatch.setattr(on_ray, "_PATIENCE", 0.0)
-        with pytest.raises(
-            InputError,
-            match=f"sees other files in {tmp_path}: --out must be a folder that all nodes",
-        ):
+        with refused(f"sees other files in {tmp_path}: --out must be a folder that all nodes"):
             here.run(jobs[:1], shared, share, None, listen)
 
 
@@ -242,30 +267,24 @@ def parent(pid):
 
 
 def test_an_address_where_nothing_answers_is_said_at_once(monkeypatch):
-    pytest.importorskip("ray")
+    importorskip("ray")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         for given in (address, "auto"):
-            with (
-                pytest.raises(InputError, match=f"{address}: no Ray cluster can be reached"),
-                on_ray.connect(given),
-            ):
+            with refused(f"{address}: no Ray cluster can be reached"), on_ray.connect(given):
                 pass
     for wrong in ("ray://127.0.0.1:1", "somewhere", "host:x"):
-        with (
-            pytest.raises(InputError, match=f"--address {wrong}: give HOST:PORT"),
-            on_ray.connect(wrong),
-        ):
+        with refused(f"--address {wrong}: give HOST:PORT"), on_ray.connect(wrong):
             pass
 
 
-@pytest.mark.long
+@mark.long
 def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
     tmp_path, images, monkeypatch, capsys
 ):
-    pytest.importorskip("ray")
+    importorskip("ray")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(Path(images).parent)
     settings = {**SMALL, "data": "store", "tasks": 12, "measures": ("weight_norm",)}
@@ -280,18 +299,9 @@ def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    grid = [
-        "--grid",
-        "learning_rate=0.01,0.1",
-        "--seeds",
-        "2",
-        "--ray",
-        "--at-once",
-        "2",
-        "--cpus-per-run",
-        "1",
-    ]
-    assert main(["sweep", "continual", "paper", "--out", str(out), *given, *grid]) == 0
+    grid = "--grid learning_rate=0.01,0.1 --seeds 2 --ray --at-once 2 --cpus-per-run 1"
+    line = f"sweep continual paper --out {out} {grid}"
+    assert main([*line.split(), *given]) == 0
     killer.join()
     captured = capsys.readouterr()
     assert captured.out == f"runs: {out} (4 finished)\n"
@@ -330,7 +340,7 @@ for task in range(done, 3):
 """
 
 
-@pytest.mark.long
+@mark.long
 def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
     tmp_path, nodes, monkeypatch, capsys
 ):
@@ -378,10 +388,8 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
 
     disturber = threading.Thread(target=disturb, daemon=True)
     disturber.start()
-    on_cluster = ["--ray", "--address", cluster.address, "--cpus-per-run", "0.5"]
-    assert (
-        main(["sweep", "continual", "demo", "--out", str(out), "--seeds", "200", *on_cluster]) == 0
-    )
+    on_cluster = f"--ray --address {cluster.address} --cpus-per-run 0.5"
+    assert main(f"sweep continual demo --out {out} --seeds 200 {on_cluster}".split()) == 0
     disturber.join()
     captured = capsys.readouterr()
     assert captured.out == f"runs: {out} (200 finished)\n"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import rank_runs as work
 import torch
 from command_line import as_torchrun
@@ -21,6 +20,7 @@ from continual_cases import (
     lines,
 )
 from kills import rows
+from pytest import approx, fixture, mark, param
 from rank_reductions import left_behind
 from ranks import TORCHRUN, Ended, good, run_ranks
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
@@ -46,8 +46,14 @@ def errors_of(ranks, module, path, settings, **changed):
 
 
 def done(ranks, module, path, settings, **changed):
-    assert errors_of(ranks, module, path, settings, **changed) == [""] * ranks
+    assert errors_of(ranks, module, path, settings, **changed) == ["no error"] * ranks
     return path
+
+
+@fixture(scope="module")
+def by_two(tmp_path_factory, images):
+    """A small continual run by two ranks."""
+    return done(2, CONTINUAL, tmp_path_factory.mktemp("runs") / "two", small(images))
 
 
 def alone_and_shared(module, folder, settings, ranks=2):
@@ -70,9 +76,7 @@ def assert_close(a, b, rel=2e-4):
         elif isinstance(x, torch.Tensor):
             assert torch.equal(x, y), keystr(path)
         else:
-            assert y == (pytest.approx(x, rel=rel, abs=1e-5) if isinstance(x, float) else x), (
-                keystr(path)
-            )
+            assert y == (approx(x, rel=rel, abs=1e-5) if isinstance(x, float) else x), keystr(path)
 
 
 def training(path):
@@ -83,16 +87,16 @@ def training(path):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("ranks", "kind", "captured", "updates"),
     [
-        pytest.param(2, "usual", False, "every-part", marks=pytest.mark.long),
-        pytest.param(2, "usual", False, "first-part", marks=pytest.mark.long),
-        pytest.param(3, "usual", False, "every-part", marks=pytest.mark.long),
-        pytest.param(4, "usual", False, "every-part", marks=pytest.mark.long),
+        param(2, "usual", False, "every-part", marks=mark.long),
+        param(2, "usual", False, "first-part", marks=mark.long),
+        param(3, "usual", False, "every-part", marks=mark.long),
+        param(4, "usual", False, "every-part", marks=mark.long),
         (3, "usual", True, "first-part"),
         (2, "twice", False, "every-part"),
-        pytest.param(3, "instance", False, "every-part", marks=pytest.mark.long),
+        param(3, "instance", False, "every-part", marks=mark.long),
     ],
 )
 def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
@@ -102,7 +106,7 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
     state = results[0]["state"]
     for result in results:
         assert result["state"] == state, "the same bits on every rank"
-        assert result["losses"] == pytest.approx(want["losses"], rel=1e-12)
+        assert result["losses"] == approx(want["losses"], rel=1e-12)
     for name, values in want["state"].items():
         assert_close(torch.tensor(values), torch.tensor(state[name]), 1e-6)
     if kind == "usual":
@@ -112,7 +116,7 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
     assert (max(result["captures"] for result in results) > 0) == captured
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@mark.parametrize("ranks", [2, param(4, marks=mark.long)])
 def test_gradients_are_reduced_in_bfloat16(ranks):
     """Ranks' bfloat16 gradients are added in float32 in rank order, and the sum is rounded.
 
@@ -147,9 +151,10 @@ def test_layers_that_only_some_samples_reach():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_continual_runs_are_those_of_one_process(tmp_path, images, ranks):
-    want, got = alone_and_shared(CONTINUAL, tmp_path, small(images), ranks)
+@mark.parametrize("ranks", [2, param(3, marks=mark.long)])
+def test_continual_runs_are_those_of_one_process(tmp_path, images, by_two, ranks):
+    want = done(1, CONTINUAL, tmp_path / "one", small(images))
+    got = by_two if ranks == 2 else done(ranks, CONTINUAL, tmp_path / "several", small(images))
     assert_close(comparable(got), comparable(want))
     assert_close(training(got), training(want))
     config, config_alone = (json.loads((path / "config.json").read_text()) for path in (got, want))
@@ -165,13 +170,13 @@ def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
     settings = small(images, model="rank_runs:without_norm", norm_batch=6)
     want, got = alone_and_shared(CONTINUAL, tmp_path, settings)
     for mine, other in zip(comparable(got), comparable(want), strict=True):
-        assert mine.pop("train_loss", 0) == pytest.approx(other.pop("train_loss", 0), rel=1e-14)
+        assert mine.pop("train_loss", 0) == approx(other.pop("train_loss", 0), rel=1e-14)
         assert mine == other
     assert_same(checkpoint(got), checkpoint(want))
     assert rows(got) == rows(want) != {}
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
+@mark.parametrize("optimiser", ["adamw", param("sgd", marks=mark.long)])
 def test_interventions_act_on_all_samples(tmp_path, images, optimiser):
     settings = small(
         images, optimiser=optimiser, momentum=0.5 * (optimiser == "sgd"), **EVERY_INTERVENTION
@@ -192,7 +197,7 @@ def test_transfer_is_that_of_one_process(tmp_path):
     assert_close(comparable(got), comparable(want), rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["vision", pytest.param("series", marks=pytest.mark.long)])
+@mark.parametrize("kind", ["vision", param("series", marks=mark.long)])
 def test_memorization_is_that_of_one_process(tmp_path, kind):
     settings = {
         "n": 50,
@@ -225,7 +230,7 @@ def test_memorization_is_that_of_one_process(tmp_path, kind):
     assert_close(training(got)["model"], training(want)["model"], rel=0.05)
 
 
-@pytest.mark.long
+@mark.long
 def test_with_dropout_ranks_draw_for_themselves_and_a_run_is_repeatable(tmp_path, images):
     settings = small(images, model="continual_cases:net")
     first, second = (done(2, CONTINUAL, tmp_path / name, settings) for name in ("first", "second"))
@@ -239,7 +244,7 @@ def test_with_dropout_ranks_draw_for_themselves_and_a_run_is_repeatable(tmp_path
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((2, 3, 1, 2), marks=pytest.mark.long)])
+@mark.parametrize("ranks", [(2, 1), param((2, 3, 1, 2), marks=mark.long)])
 def test_resumed_with_another_number_of_ranks(tmp_path, images, ranks):
     settings = small(images, **EVERY_INTERVENTION)
     want = done(1, CONTINUAL, tmp_path / "whole", {**settings, "tasks": len(ranks)})
@@ -250,10 +255,12 @@ def test_resumed_with_another_number_of_ranks(tmp_path, images, ranks):
     assert_close(comparable(path), comparable(want), rel=0.01)
 
 
-@pytest.mark.parametrize("module", [CONTINUAL, pytest.param(TRANSFER, marks=pytest.mark.long)])
-def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, module):
-    settings = small(images) if module == CONTINUAL else {**TINY, "norm_batch": 8}
-    want = done(2, module, tmp_path / "whole", settings)
+@mark.parametrize("module", [CONTINUAL, param(TRANSFER, marks=mark.long)])
+def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, by_two, module):
+    settings, want = small(images), by_two
+    if module == TRANSFER:
+        settings = {**TINY, "norm_batch": 8}
+        want = done(2, module, tmp_path / "whole", settings)
     path, before = tmp_path / "run", left_behind()
     other, gone = run_ranks(2, work.killed, module, str(path), settings, 2, limit=60)
     assert isinstance(gone, Ended) and "DistributedError" in other, (other, gone)
@@ -268,7 +275,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, module):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("settings", "says"),
     [
         (
@@ -284,7 +291,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, module):
             r"ModelError: .*1 averages over all batches \(momentum=None\)",
         ),
         (
-            {"model": "rank_runs:Strange"},
+            {"model": "rank_runs:strange"},
             "ModelError: .*training changes the buffer seen, which processes cannot",
         ),
         ({"device": "cuda:1"}, "InputError: .*cuda:1"),
@@ -301,17 +308,17 @@ def test_errors_are_those_of_all(tmp_path, images, settings, says):
     )
 
 
-@pytest.mark.long
+@mark.long
 def test_without_batch_norm_any_number_of_ranks_shares_a_batch(tmp_path, images):
     settings = small(images, model="rank_runs:without_norm", norm_batch=0, batch_size=4, tasks=1)
     want, got = alone_and_shared(CONTINUAL, tmp_path, settings, ranks=3)
     assert_close(comparable(got), comparable(want))
 
 
-@pytest.mark.long
+@mark.long
 def test_a_measure_that_is_not_finite_is_left_out_on_all_ranks(tmp_path, images):
     names = ("local_redundancy", "local_redundancy_noise", "local_redundancy_next_task")
-    settings = small(images, model="rank_runs:NoNoise", on_nan="skip", measures=names)
+    settings = small(images, model="rank_runs:no_noise", on_nan="skip", measures=names)
     want, got = alone_and_shared(CONTINUAL, tmp_path, settings)
     for line in comparable(got):
         values = [line["measures"][name]["value"] for name in names]
@@ -348,7 +355,7 @@ def test_commands_under_torchrun(tmp_path, images):
     assert "without torchrun" in first[2] + second[2]
 
 
-@pytest.mark.long
+@mark.long
 def test_torchrun_itself(tmp_path, images):
     """A rank is killed: torchrun ends the other, and the run goes on with one process."""
     fastlr = ["-m", "fastlr", *command_for(images, tasks=40)]

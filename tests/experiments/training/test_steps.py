@@ -7,7 +7,6 @@ the same tests run on real graphs too.
 import copy
 import functools
 
-import pytest
 import torch
 from continual_cases import (
     EVERY_INTERVENTION,
@@ -18,10 +17,12 @@ from continual_cases import (
     comparable,
     net,
 )
+from expected import refused, warned
+from pytest import approx, fixture, mark
 from recorders import DEVICES, Tape
 from torch import nn
 
-from fastlr.errors import FastlrWarning, InputError, ModelError
+from fastlr.errors import ModelError
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.continual.options import PRESETS, ContinualOptions
 from fastlr.experiments.continual.trainer import Trainer
@@ -33,7 +34,7 @@ from fastlr.experiments.training.optim import part_sizes
 from fastlr.experiments.training.steps import HELD, Compiled, TrainingSteps, resolve_mode
 
 
-@pytest.fixture(params=DEVICES)
+@fixture(params=DEVICES)
 def device(request):
     return torch.device(request.param)
 
@@ -81,7 +82,7 @@ def same(a, b):
     torch.testing.assert_close(a.state()["model"], b.state()["model"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     ("settings", "captures"),
     [
         ({"l2_init": 0.1}, 2),
@@ -112,7 +113,7 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
         learner.started_at(
             {k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images)
         )
-    assert learn(graph, images) == pytest.approx(
+    assert learn(graph, images) == approx(
         learn(eager, images), rel=0 if device.type == "cpu" else 1e-4
     )
     same(graph, eager)
@@ -185,19 +186,19 @@ class Broken(Tape):
         raise RuntimeError("operation not permitted\nwhen capturing")
 
 
-@pytest.mark.filterwarnings("error")
+@mark.filterwarnings("error")
 def test_a_capture_that_fails(images):
     cpu = torch.device("cpu")
     learner = trainer(cpu, True, Broken, strict=False)
     eager = trainer(cpu, False)
-    with pytest.warns(FastlrWarning, match="run without a CUDA graph: operation not permitted$"):
+    with warned("run without a CUDA graph: operation not permitted$"):
         learn(learner, images, [0])
     learn(eager, images, [0])
     same(learner, eager)
     assert learner.step_mode == "eager"
     learn(learner, images, [1])
-    with pytest.raises(
-        ModelError, match="step=graph: a step cannot be captured .operation not permitted.; choose"
+    with refused(
+        "step=graph: a step cannot be captured .operation not permitted.; choose", ModelError
     ):
         learn(trainer(cpu, True, Broken), images, [0])
 
@@ -230,9 +231,7 @@ def test_modes(tmp_path, images):
     assert (resolve_mode("auto", cpu), resolve_mode("auto", gpu)) == ("eager", "graph")
     assert resolve_mode("compile", cpu) == "compile"
     assert resolve_mode("eager", gpu) == "eager"
-    with pytest.raises(
-        InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"
-    ):
+    with refused("step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"):
         begin(tmp_path / "run", images, step="graph")
     assert begin(tmp_path / "run", images, step="eager", tasks=1)[-1]["step"] == "eager", (
         "the folder is free"
@@ -251,7 +250,7 @@ def test_only_the_usual_sizes_are_compiled(monkeypatch):
     assert model(torch.ones(255)).sum() == 255
 
 
-@pytest.mark.long
+@mark.long
 def test_compiled_steps(tmp_path, images):
     settings = {
         "measures": ("weight_norm",),
@@ -274,5 +273,5 @@ def test_compiled_steps(tmp_path, images):
     torch._dynamo.reset()
     # Monkeypatch would leave it broken.
     missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
-    with missing, pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
+    with missing, refused("step=compile: .*; choose step=eager", ModelError):
         begin(tmp_path / "none", images, **settings, tasks=1, step="compile", dtype="bf16")

@@ -4,12 +4,12 @@ import json
 import math
 
 import numpy as np
-import pytest
 from continual_runs import read_lines, write_lines
+from expected import refused, warned
+from pytest import approx, fixture
 from transfer_cases import TINY
 
 from fastlr.cli.main import main
-from fastlr.errors import FastlrWarning, InputError
 from fastlr.experiments.transfer import experiment as transfer
 from fastlr.experiments.transfer.options import BEFORE, STRATEGIES, TransferOptions
 from fastlr.experiments.transfer.records import TransferRun, differences, losses, read_transfer_runs
@@ -103,7 +103,7 @@ def write_run(folder, seed, *, runs=2, until=None, **given):
     return folder
 
 
-@pytest.fixture
+@fixture
 def study(tmp_path):
     for seed in PICKS:
         write_run(tmp_path / "study" / f"seed-{seed}", seed)
@@ -121,16 +121,16 @@ def test_losses_and_differences_are_those_of_the_records(study):
         for i, name in enumerate(STRATEGIES)
     }
     for name, mean in losses(runs).items():
-        assert mean.value == pytest.approx(np.mean(by_seed[name]))
+        assert mean.value == approx(np.mean(by_seed[name]))
         assert mean.n == 4
-        assert mean.stderr == pytest.approx(np.std(by_seed[name], ddof=1) / 2)
-        assert mean.high - mean.value == pytest.approx(3.182 * mean.stderr, rel=2e-3)
+        assert mean.stderr == approx(np.std(by_seed[name], ddof=1) / 2)
+        assert mean.high - mean.value == approx(3.182 * mean.stderr, rel=2e-3)
     found = {(d.first, d.second): d for d in differences(runs)}
     assert len(found) == 15
     pair = found["local_redundancy", "validation_loss"]
     delta = np.array(by_seed["local_redundancy"]) - np.array(by_seed["validation_loss"])
-    assert pair.mean.value == pytest.approx(delta.mean())
-    assert pair.mean.stderr == pytest.approx(delta.std(ddof=1) / 2)
+    assert pair.mean.value == approx(delta.mean())
+    assert pair.mean.stderr == approx(delta.std(ddof=1) / 2)
     assert (pair.same, pair.lower) == (1, 0)
     assert pair.mean.stderr < losses(runs)["validation_loss"].stderr, (
         "pairing takes out what seeds share"
@@ -190,7 +190,7 @@ def test_the_report(study, cli):
     numbers = json.loads((folder / "report.json").read_text())
     assert numbers["losses"]["validation_loss"]["value"] == best.value
     loss = np.mean([final(3, 1, i) for i in (0, 1)])
-    assert numbers["losses_by_seed"]["3"]["local_redundancy"] == pytest.approx(loss)
+    assert numbers["losses_by_seed"]["3"]["local_redundancy"] == approx(loss)
     assert numbers["picks"]["1"]["dormant_ratio"]["epoch"] == 2
     assert len(numbers["differences"]) == 15
 
@@ -205,10 +205,7 @@ def test_the_files_own_local_redundancy_stands_beside_that_of_the_epoch(tmp_path
     by_slug = {sheet.slug: sheet for sheet in write_transfer_report([run], figures="none").sheets}
     columns = by_slug["pretraining"].columns
     assert tuple(columns[3:5]) == ("LR", "LR, file")
-    assert by_slug["pretraining"].rows[1][3:5] == (
-        "200",
-        "999",
-    )
+    assert by_slug["pretraining"].rows[1][3:5] == ("200", "999")
     picks = by_slug["picks"]
     assert picks.columns[-2:] == ["LR", "LR, file"]
     assert {row[1]: row[-2:] for row in picks.rows}["min dormant ratio"] == ("200", "999")
@@ -220,7 +217,7 @@ def test_unfinished_runs_are_left_out_and_named(study):
     (study / "seed-0").rename(study / "gone")
     (study / "gone" / "records.jsonl").unlink()
     (study / "late" / "seed-0").rename(study / "seed-0")
-    with pytest.warns(FastlrWarning, match="left out what has no records yet .gone."):
+    with warned("left out what has no records yet .gone."):
         report = write_transfer_report([study], study / "out", figures="none")
     text = report.sheets[0].markdown()
     assert "Left out, as they are not finished: study/seed-0." in text
@@ -263,20 +260,20 @@ def test_an_earlier_run_is_set_against_the_paper_by_what_its_options_meant_then(
 
 def test_runs_that_cannot_be_pooled_are_refused(tmp_path):
     runs = [write_run(tmp_path / "a", 0), write_run(tmp_path / "b", 1, epochs=4, device="cuda")]
-    with pytest.raises(InputError, match="epochs=3: .*a; epochs=4: .*b"):
+    with refused("epochs=3: .*a; epochs=4: .*b"):
         read_transfer_runs(runs)
-    with pytest.raises(InputError, match=r"have the same seed .0."):
+    with refused(r"have the same seed .0."):
         read_transfer_runs([runs[0], write_run(tmp_path / "c", 0)])
     other = write_run(tmp_path / "d", 2)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "data": {"digest": "e"}}))
-    with pytest.raises(InputError, match="data=d: .*a; data=e: .*d"):
+    with refused("data=d: .*a; data=e: .*d"):
         read_transfer_runs([runs[0], other])
     (other / "config.json").write_text(json.dumps({**config, "driver": "continual"}))
     assert main(["report", str(runs[0]), str(other)]) == 2
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "records.jsonl").write_text('{"kind": "task", "task": 0}\n')
-    with pytest.raises(InputError, match="no records of a transfer run"):
+    with refused("no records of a transfer run"):
         TransferRun.read(tmp_path / "e")
 
 

@@ -220,7 +220,7 @@ class ContinualBackprop(
                 self._transfer(reader, features, mean[features] / (1 - self.decay**ages))
             mean[features] = 0
             for t in self._with_optimiser_state(reader.layer.weight):
-                view, columns = reader.columns(t, features)
+                view, columns = reader.outgoing_columns(t, features)
                 view[columns] = 0
         for name, module in layer.units.layers.items():
             pool = self.trainer.initial[f"{name}.weight"].flatten()

@@ -26,6 +26,8 @@ from fastlr.metrics.activation_hooks import (
     Watch,
     functions_named,
     moved,
+    name_of,
+    tensors_in,
 )
 from fastlr.ops.torch_private import BatchNorm, Convolution, tree_leaves
 
@@ -91,10 +93,10 @@ class _Trace(Watch):
         """Run a function of torch and follow the units."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        results = tensors_in(result)
         if not results:
             return result
-        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        operands = tensors_in((args, kwargs))
         tags = [self.tags[t] for t in operands if t in self.tags]
         if func is not F.batch_norm:
             self.seen_raw |= {tag.raw for tag in tags}
@@ -106,7 +108,7 @@ class _Trace(Watch):
             if new is None:
                 for tag in tags:
                     tag.units.exclude(
-                        f"goes through {_name(func)}, behind which its weights are not known"
+                        f"goes through {name_of(func)}, behind which its weights are not known"
                     )
         if new is not None:
             self.tags[results[0]] = new
@@ -115,17 +117,12 @@ class _Trace(Watch):
                 self.tags.pop(t, None)
         return result
 
-    @property
-    def _module(self) -> str:
-        """The name of the module that runs."""
-        return self.path[-1] if self.path else ""
-
     def _layer(self, func: Any, args: tuple, kwargs: dict) -> _Tag | None:
         """Return the tag of the units that a convolution or linear layer makes.
 
         Those that it reads get it as a reader. None if its weights are not known.
         """
-        name = self._module
+        name = self.module_name
         layer: Any = self.modules.get(name)
         x = args[0] if args else kwargs["input"]
         weight = args[1] if len(args) > 1 else kwargs["weight"]
@@ -134,7 +131,7 @@ class _Trace(Watch):
         if not expected or layer.weight is not weight or not isinstance(weight, nn.Parameter):
             if tag is not None:
                 tag.units.exclude(
-                    f"goes through {_name(func)} in {name or 'the model'}, whose weights are not "
+                    f"goes through {name_of(func)} in {name or 'the model'}, whose weights are not "
                     "its own"
                 )
             return None
@@ -200,7 +197,7 @@ class _Trace(Watch):
         return _reshaped(source, plain, result) if func in _SHAPES else None
 
     def _batch_norm(self, tag: _Tag, plain: _Tag) -> _Tag:
-        name = self._module
+        name = self.module_name
         norm, units = self.modules.get(name), tag.units.root()
         if not isinstance(norm, BatchNorm) or tag.axis != 1 or tag.repeat > 1:
             units.exclude(
@@ -235,7 +232,7 @@ class _Trace(Watch):
             if units.count == factors.count:
                 units.join(factors)
                 return plain
-        reason = f"meets other features in {_name(func)}"
+        reason = f"meets other features in {name_of(func)}"
         if func in _SUMS:
             reason = "is a channel of a residual sum"
         for units in groups:
@@ -244,8 +241,8 @@ class _Trace(Watch):
 
     def finish(self, result: Any) -> list[Units]:
         """Return all units, those of joined layers once, after checks that need the whole pass."""
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and t in self.tags:
+        for t in tensors_in(result):
+            if t in self.tags:
                 self.tags[t].units.exclude("makes the model's output")
         for read, made, name in self.depthwise:
             source, filtered = read.root(), made.root()
@@ -267,10 +264,6 @@ class _Trace(Watch):
 def _feature_axis(layer: nn.Module, x: Tensor) -> int:
     """Return the axis of the input features of a linear layer or a convolution."""
     return x.ndim - 1 if isinstance(layer, nn.Linear) else 1
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
 
 
 def _reduced(args: tuple, kwargs: dict, source: Tensor, tag: _Tag) -> _Tag | None:
@@ -347,7 +340,9 @@ def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool
     tried = [torch.arange(0, u.count, 2, device=example.device) for u in units]
     for u, rows in zip(units, tried, strict=True):
         for reader in u.readers:
-            view, index = reader.columns(tensors[f"{reader.name}.weight"], reader.features(rows))
+            view, index = reader.outgoing_columns(
+                tensors[f"{reader.name}.weight"], reader.features(rows)
+            )
             view[index] = 0
     before = subject(example)
     generator = torch.Generator().manual_seed(1)

@@ -46,7 +46,7 @@ class ReadingLayer:
         """Of the convolution; 1 for a linear layer."""
         return getattr(self.layer, "groups", 1)
 
-    def columns(self, t: Tensor, features: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def outgoing_columns(self, t: Tensor, features: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """Return a view of ``t`` and the index there of some features' outgoing weights.
 
         ``t`` is the layer's weight or a tensor of its shape.

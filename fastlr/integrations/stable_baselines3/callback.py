@@ -1,0 +1,316 @@
+"""The callback: when to measure, on what, where the numbers go, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
+from torch import nn
+
+from fastlr.errors import FastlrWarning, InputError, few
+from fastlr.files import read_tensors, save_file
+from fastlr.ghost.state import TrainFlags, put_back
+from fastlr.inputs import TensorInputs
+from fastlr.integrations.measurement import Reading
+from fastlr.integrations.monitor import Monitor
+from fastlr.integrations.stable_baselines3.networks import Part, networks, shared
+from fastlr.integrations.stable_baselines3.observations import (
+    Seen,
+    as_tensors,
+    draw,
+    draw_actions,
+    preprocessed,
+    spaces_of,
+    unbounded,
+)
+
+OWN, SPACE = "own", "space"
+_OF_THE_AGENT = {"x", "y", "loss", "init_state", "predictive", "weights", "logger", "alarm"}
+
+
+class LocalRedundancyCallback(BaseCallback):
+    """Measures actor and critic of PPO, A2C, DQN, SAC or TD3, apart, and logs by SB3's logger.
+
+    The training is bit for bit the same without it. A policy is measured by its own distribution:
+    categorical, or a Gaussian whose mean and log deviation are both learned; a squashed one by the
+    Gaussian before the squashing; TD3's by a Gaussian of its exploration noise, without one of
+    ``target_policy_noise``. Values are measured by a Gaussian; DQN has values alone. Layers that
+    actor and critic share belong to both. `about` says which of these an agent has.
+
+    The observations are the same ones at every measurement. A Box without usable bounds (one is
+    beyond 1e6, as CartPole's are, or VecNormalize scales it) is drawn from a Gaussian by mean and
+    deviation of what was seen; its first measurement waits for n observations. Critics of actions
+    take uniformly drawn ones, or with "own" those of the buffer.
+
+    It measures at the ends of rollouts, before they are trained on, and logs in a row of its own:
+    "actor/local_redundancy", "critic/local_redundancy", their standard errors and the measures, at
+    the number of environment steps.
+
+    Args:
+        n: how many observations.
+        inputs: "space": drawn from the observation space; "own": those that the agent has met when
+            it is first measured, from its rollouts or its replay buffer.
+        every_n_steps: environment steps between two measurements.
+        every_n_rollouts: rollouts between two measurements. Neither: every 10,000 steps.
+        at_start: measure as soon as there are observations, too.
+        measures: of `fastlr.metrics.measures`, those of parameters and of activations.
+        prefix: before each name that is logged.
+        state_file: what a resumed training needs, written at each measurement. Go on with the
+            same file after ``PPO.load(...)``, by ``learn(reset_num_timesteps=False)``: readings of
+            later steps than the agent's are dropped.
+        action_sigma: deviation around TD3's actions, which are scaled to [-1, 1]; None: that of
+            its exploration noise.
+        value_sigma: deviation around values.
+        seed: of the observations and the probe.
+        verbose: as of any callback of SB3.
+        what: dtype, on_error, and options of `fastlr.LocalRedundancy`; see
+            `fastlr.integrations.measurement.Meter`.
+
+    Attributes:
+        last: the last `Reading` by "actor" and "critic".
+        monitors: the `fastlr.integrations.Monitor` of each, with its ``verdict()``.
+        about: by "actor" and "critic": what is measured, in words.
+        seconds: spent measuring.
+
+    Raises:
+        InputError: wrong arguments; at the start of training: a policy that is not known, no
+            observation space, or one that cannot be drawn from.
+
+    Example:
+        >>> from fastlr.integrations.stable_baselines3 import *  # doctest: +SKIP
+        >>> callback = LocalRedundancyCallback(measures=["dormant_ratio"])  # doctest: +SKIP
+        >>> PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        n: int = 1000,
+        *,
+        inputs: str = SPACE,
+        every_n_steps: int | None = None,
+        every_n_rollouts: int | None = None,
+        at_start: bool = True,
+        measures: Collection[str] = (),
+        prefix: str = "",
+        state_file: str | os.PathLike[str] | None = None,
+        action_sigma: float | None = None,
+        value_sigma: float = 1.0,
+        seed: int = 0,
+        verbose: int = 0,
+        **what: Any,
+    ) -> None:
+        super().__init__(verbose)
+        if inputs not in (SPACE, OWN):
+            raise InputError(f"inputs must be {SPACE!r} or {OWN!r}, not {inputs!r}")
+        if taken := sorted(_OF_THE_AGENT & set(what)):
+            raise InputError(f"{', '.join(taken)}: leave out what the callback takes of the agent")
+        if every_n_steps is not None and every_n_rollouts is not None:
+            raise InputError("every_n_steps and every_n_rollouts are both given: choose one")
+        if every_n_steps is None and every_n_rollouts is None:
+            every_n_steps = 10_000
+        self.n, self.inputs, self.at_start, self.prefix = n, inputs, at_start, prefix
+        self.action_sigma, self.value_sigma, self.seed = action_sigma, value_sigma, seed
+        self.state_file = None if state_file is None else Path(state_file)
+        when = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_rollouts}
+        self.options = {**when, "measures": measures, "seed": seed, **what}
+        self.parts: dict[str, Part] = {}
+        self.monitors: dict[str, Monitor] = {}
+        self.rollouts = 0
+        self._steps_seen = 0
+        self._course_steps: dict[str, list[int]] = {}
+        self._observations: dict[str, Any] = {}
+        self._actions: Any = None
+        self._seen = Seen(n)
+        self._agent: Any = None
+        # A mistake in the options shows here, before there is an agent.
+        self._monitor(nn.Linear(1, 1), TensorInputs(torch.zeros(1, 1)), None)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What is measured, by "actor" and "critic", in words."""
+        return {name: part.about for name, part in self.parts.items()}
+
+    @property
+    def last(self) -> dict[str, Reading]:
+        """The last reading of each part that was measured."""
+        return {name: m.last for name, m in self.monitors.items() if m.last is not None}
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all measurements."""
+        return sum(monitor.seconds for monitor in self.monitors.values())
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether anything was measured, in this training or in the one that it goes on with."""
+        return any(monitor.first for monitor in self.monitors.values())
+
+    def _init_callback(self) -> None:
+        """Find what is measured of the agent; mistakes show here, before anything runs."""
+        agent = self.model
+        if self._agent not in (None, agent) and not agent.num_timesteps:
+            raise InputError("this callback has measured another agent: make a new one for each")
+        self._agent = agent
+        spaces_of(agent)
+        self.parts = networks(agent, self.action_sigma, self.value_sigma)
+        for name, monitor in self.monitors.items():
+            monitor.model = self.parts[name].module
+
+    def _on_training_start(self) -> None:
+        """Go on from the state file, say what is measured, and measure where that can be."""
+        if self.state_file is not None and not self.monitors:
+            self._resume(self.state_file)
+        for name, text in self.about.items():
+            self.logger.info(f"{name} is measured as {text}")
+        if both := shared(self.parts):
+            self.logger.info(f"actor and critic share {few(both)}: measured in both")
+        self._steps_seen = self.model.num_timesteps
+        if self.at_start and not self._has_begun and self._make_inputs():
+            self.measure()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        """Keep what was seen as long as it is wanted, and measure if it is time to."""
+        self.rollouts += 1
+        before, self._steps_seen = self._steps_seen, self.model.num_timesteps
+        if not self.monitors:
+            self._seen.add_rollout(self.model)
+            if not self._make_inputs():
+                return
+        monitor = next(iter(self.monitors.values()))
+        due = monitor.step_due(before, self._steps_seen) or monitor.epoch_due(self.rollouts)
+        if due or (self.at_start and not self._has_begun):
+            self.measure()
+
+    def _on_training_end(self) -> None:
+        if not self._has_begun:
+            why = "no measurement was due" if self.monitors else f"fewer than n={self.n} were seen"
+            warnings.warn(f"actor and critic were not measured: {why}", FastlrWarning, stacklevel=2)
+
+    def measure(self) -> dict[str, Reading]:
+        """Measure and log now, and return the readings, without parts whose measurement failed.
+
+        Raises:
+            InputError: too few observations were seen so far.
+            FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
+        """
+        if not self.monitors and not self._make_inputs():
+            raise InputError(f"fewer than n={self.n} observations were seen: train first")
+        readings = {}
+        models = [self.model.policy, *(part.module for part in self.parts.values())]
+        modules = [module for model in models for module in model.modules()]
+        with put_back(TrainFlags(modules)):
+            for module in modules:  # as SB3 has a policy that acts
+                module.training = False
+            for name in self.parts:
+                reading = self._measure_part(name)
+                if reading is not None:
+                    readings[name] = reading
+        self._log(readings)
+        if self.state_file is not None:
+            self._save(self.state_file)
+        return readings
+
+    def _measure_part(self, name: str) -> Reading | None:
+        """Measure one part; what was measured before any update is no part of the course."""
+        monitor = self.monitors[name]
+        monitor.steps, monitor.epochs = self.model.num_timesteps, self.rollouts
+        reading = monitor.measure()
+        if not self.model._n_updates:
+            monitor.course.clear()
+        elif reading is not None:
+            self._course_steps[name].append(reading.step)
+        return reading
+
+    def _log(self, readings: dict[str, Reading]) -> None:
+        """Write a row to the outputs of the agent's logger; what it has pending stays pending."""
+        row = Logger(self.logger.get_dir(), self.logger.output_formats)
+        row.set_level(self.logger.level)
+        for name, reading in readings.items():
+            for key, value in reading.values(f"{self.prefix}{name}/").items():
+                row.record(key, value)
+        step = self.model.num_timesteps
+        if readings:
+            row.record("time/total_timesteps", step, exclude="tensorboard")
+            row.dump(step)
+
+    def _make_inputs(self) -> bool:
+        """Choose the observations, once for all; return False as long as that cannot be done."""
+        wide = unbounded(self.model)
+        seen: dict[str, np.ndarray] = {}
+        actions: np.ndarray | None = None
+        if wide or self.inputs == OWN:
+            met = self._seen.batch(self.model)
+            if met is None:
+                return False
+            seen, actions = met
+        if self.inputs == SPACE:
+            rng = np.random.default_rng(self.seed)
+            only = {key: seen[key] for key in wide}
+            seen = draw(self.model, self.n, rng, only)
+            takers = any(part.takes_actions for part in self.parts.values())
+            actions = draw_actions(self.model, self.n, rng) if takers else None
+        self._observations = as_tensors(seen)
+        self._actions = None if actions is None else as_tensors({"": actions})[""]
+        self._make_monitors()
+        return True
+
+    def _make_monitors(self) -> None:
+        tensors = preprocessed(self.model, self._observations)
+        for name, part in self.parts.items():
+            x = (*tensors, self._actions) if part.takes_actions else tensors
+            self.monitors[name] = self._monitor(part.module, TensorInputs(x), part.predictive)
+            self._course_steps[name] = []
+
+    def _monitor(self, module: nn.Module, inputs: TensorInputs, predictive: Any) -> Monitor:
+        options = {"predictive": predictive, "x": inputs.tensors, **self.options}
+        return Monitor(module, inputs, self.n, **options)
+
+    def _save(self, path: Path) -> None:
+        parts = {name: monitor.state_dict() for name, monitor in self.monitors.items()}
+        state = {
+            "observations": self._observations,
+            "actions": self._actions,
+            "rollouts": self.rollouts,
+            "parts": parts,
+            "course_steps": self._course_steps,
+        }
+        save_file(path, state)
+
+    def _resume(self, path: Path) -> None:
+        """Go on from a state file, as of the step that the agent is at."""
+        step = self.model.num_timesteps
+        if not path.exists():
+            if step:
+                text = f"no {path}: measurements begin anew at step {step}"
+                warnings.warn(text, FastlrWarning, stacklevel=2)
+            return
+        if not step:
+            raise InputError(
+                f"{path} is there already and the training begins anew: choose another state_file, "
+                "or go on by learn(reset_num_timesteps=False)"
+            )
+        state = read_tensors(path)
+        if not isinstance(state, dict) or set(state.get("parts", ())) != set(self.parts):
+            raise InputError(f"{path} holds no state of {' and '.join(self.parts)}")
+        self._observations, self._actions = state["observations"], state["actions"]
+        self.rollouts = state["rollouts"]
+        self._make_monitors()
+        for name, monitor in self.monitors.items():
+            monitor.load_state_dict(state["parts"][name])
+            steps = state["course_steps"][name]
+            kept = bisect_right(steps, step)
+            self._course_steps[name] = steps[:kept]
+            monitor.course = monitor.course[:kept]
+            if monitor.compared_with is not None and monitor.compared_with[1] > kept:
+                monitor.compared_with = None

@@ -1,0 +1,34 @@
+"""Ctrl-C ends the command line with 130 and one line, imports included."""
+
+import subprocess
+import sys
+
+import pytest
+
+INTERRUPTED_AT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+# It may be ignored, and inherited so, where the tests run in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+wanted = sys.argv.pop(1)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("fastlr", run_name="__main__", alter_sys=True)
+"""
+MODULES = ["typer", "torch", "torch.nn.functional", "fastlr.models", "fastlr.ghost.engine"]
+
+
+@pytest.mark.parametrize(
+    "module", [*MODULES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in MODULES[2:])]
+)
+def test_an_import_is_interrupted(module):
+    command = [sys.executable, "-c", INTERRUPTED_AT, module, "estimate", "patchtst", "-n", "2"]
+    done = subprocess.run(
+        [*command, "--inputs", "series"], capture_output=True, text=True, timeout=300
+    )
+    assert done.stderr == "interrupted\n"
+    assert done.returncode == 130
