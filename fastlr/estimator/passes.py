@@ -22,7 +22,7 @@ from fastlr.ghost.api import engine_of
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.refusals import refusals
+from fastlr.ghost.refusals import naming_the_precision, refusals
 from fastlr.ghost.runtime import move_samples
 from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
@@ -117,7 +117,9 @@ class Passes:
 
     def forward(self, x: Any) -> Tensor:
         """Return the model's output, with its graph."""
-        with refusals(self.view, x), self.autocast():
+        dtype = self.options.dtype
+        precise = naming_the_precision(dtype) if dtype else nullcontext()
+        with precise, refusals(self.view, x), self.autocast():
             output = self.view.forward(x)
         self.ends_in_sigmoid = ends_in_sigmoid(output)
         return output

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import FastlrError, InputError, ModelError
+from fastlr.errors import FastlrError, InputError, ModelError, first_line
 from fastlr.ghost.batch import copied
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ops.deferred_checks import out_of_memory
@@ -59,6 +59,24 @@ def refusals(view: ModelView, x: Any) -> Iterator[None]:
                 raise error from None
             raise _refusal(view.module, x, raised) from raised
         raise
+
+
+@contextmanager
+def naming_the_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Name the precision of autocast in what the model raises within, though it runs without it.
+
+    Raises:
+        InputError: such an exception, which is its cause.
+    """
+    try:
+        yield
+    except FAILURES as error:
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            raise
+        raise InputError(
+            f"the model runs, but not in {_name(dtype)} on this device ({first_line(error)}): "
+            "leave dtype out"
+        ) from error
 
 
 def _refusal(model: nn.Module, x: Any, error: Exception) -> FastlrError:

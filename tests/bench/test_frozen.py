@@ -19,6 +19,8 @@ def test_estimates_are_the_same_to_the_bit(tmp_path):
     )
     if old["made_by"] == new["made_by"]:
         assert list(frozen.values_that_differ("estimates", old, new)) == []
+    if not frozen.torch_has_lstms_in_bfloat16():
+        del old["lstm bfloat16"]
     assert old.keys() == new.keys()
     for name in old.keys() - {"made_by"}:
         value, wanted = (float.fromhex(table[name]["value"]) for table in (new, old))

@@ -144,3 +144,20 @@ def test_inputs_that_fail_after_others_went_well():
     model.eval()
     with refused("three features", ModelError):
         fastlr.per_sample_grad_sq_norms(model, torch.randn(3, 4, 5), torch.ones(3, 4, 2))
+
+
+class NotUnderAutocast(nn.Linear):
+    """Fails under autocast, as torch's LSTM does in bfloat16 on processors without AVX-512."""
+
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("could not create a primitive\nfor the LSTM")
+        return super().forward(x)
+
+
+def test_a_precision_that_torch_lacks_is_named():
+    model, inputs = NotUnderAutocast(3, 2), fastlr.TensorInputs(torch.randn(6, 3))
+    assert fastlr.estimate(model, inputs, n=6).value > 0
+    wanted = r"not in bfloat16 on this device \(could not create a primitive\): leave dtype out"
+    with pytest.raises(fastlr.InputError, match=wanted):
+        fastlr.estimate(model, inputs, n=6, dtype="bf16")
