@@ -28,7 +28,18 @@ def write_lines(folder, lines):
     (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_run(folder, tasks, *, seed=0, effect=0.02, skip=(), leave_out=(), resume=(), tail=""):
+def write_run(
+    folder,
+    tasks,
+    *,
+    seed=0,
+    effect=0.02,
+    at_a_guess_from=None,
+    skip=(),
+    leave_out=(),
+    resume=(),
+    tail="",
+):
     """Write config.json and records.jsonl, where accuracy falls as LR does.
 
     Next-task LR follows that of shapes.
@@ -38,6 +49,7 @@ def write_run(folder, tasks, *, seed=0, effect=0.02, skip=(), leave_out=(), resu
     log_lr = 3 - 2 * np.arange(tasks) / max(tasks, 200) + 0.5 * slow
     accuracy = np.clip(0.85 - 0.05 * np.arange(tasks) / max(tasks, 200) + effect * slow, 0, 0.96)
     accuracy = np.clip(accuracy + 0.06 * rng.standard_normal(tasks), 0.4, 1.0)
+    accuracy[tasks if at_a_guess_from is None else at_a_guess_from :] = 0.5
     lines = [
         {
             "kind": "start",

@@ -19,6 +19,7 @@ from fastlr.experiments.statistics.bootstrap import (
     block_weights,
     deviation,
     interval,
+    mean_over_runs,
 )
 from fastlr.experiments.statistics.correlation import (
     Resampled,
@@ -262,6 +263,8 @@ def _one_run(
             partial = kind == "partial"
             x = raw[known] if transform == "raw" else logarithm(raw[known])
             reason = _why_none(x, task, partial, fewest)
+            if not reason and straight(target[known], task):
+                reason = "what it should predict is a straight line in task number"
             mask = known.tobytes()
             if not reason and mask not in prepared:
                 prepared[mask] = Resampled(weights[:, known], task, target[known])
@@ -299,9 +302,7 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
     n = sum(part.n for part in parts)
     blocks = sum(part.span.blocks for part in parts)
     value = sum(part.n / n * part.value for part in parts)
-    replicates = np.zeros_like(parts[0].replicates)
-    for part in parts:
-        replicates += part.n / n * part.replicates
+    replicates = mean_over_runs([part.replicates for part in parts], [part.n for part in parts])
     pooled = replace(
         none,
         value=value,

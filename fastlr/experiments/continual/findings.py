@@ -19,8 +19,13 @@ from fastlr.experiments.statistics.bootstrap import (
     block_weights,
     interval,
     mean_error,
+    mean_over_runs,
 )
-from fastlr.experiments.statistics.correlation import correlation, resampled_spearman
+from fastlr.experiments.statistics.correlation import (
+    constant,
+    correlation,
+    resampled_spearman,
+)
 
 _LEADER = "local_redundancy"
 
@@ -55,7 +60,7 @@ def rank_correlation(
         x, y = run.measure(_LEADER)[: len(run) - ahead], run.accuracy[ahead:]
         known = np.isfinite(x) & np.isfinite(y)
         x, y = x[known], y[known]
-        if len(x) < 3:
+        if len(x) < 3 or constant(x) or constant(y):
             continue
         length = min(block_length(len(x)), len(x))
         replicates = resampled_spearman(block_weights(len(x), length, resamples, rng), x, y)
@@ -66,7 +71,7 @@ def rank_correlation(
     value = sum(count / n * of_run for count, _, of_run, _ in parts)
     if blocks - 2 * len(parts) < FREEDOM:
         return RankCorrelation(ahead, value, n=n)
-    replicates = sum((count / n * of_run for count, _, _, of_run in parts), np.zeros(resamples))
+    replicates = mean_over_runs([part[3] for part in parts], [part[0] for part in parts])
     error = interval(value, replicates, blocks, len(parts))
     return RankCorrelation(ahead, value, error.low, error.high, n)
 
@@ -148,7 +153,7 @@ def describe(found: RankCorrelation) -> str:
         return "there is no correlation to tell (one of them is missing or constant)"
     text = f"Spearman's rho {found.value:.2f}"
     if not math.isfinite(found.low):
-        return f"{text}, which {found.n} tasks are too few to tell from chance"
+        return f"{text}, which cannot be told from chance by these {found.n} tasks"
     text += f" (95 % interval {found.low:.2f} to {found.high:.2f}, {found.n} tasks)"
     return text if found.low > 0 or found.high < 0 else f"{text}, which cannot be told from 0"
 
@@ -167,6 +172,8 @@ def _beyond_trend(future: list[Correlation] | TooShort) -> str:
     found = next((c for c, of_it in zip(future, chosen) if of_it and c.method == "pearson"), None)
     if found is None or not math.isfinite(found.value):
         return f"{what}, there is no correlation to tell."
+    if not math.isfinite(found.stderr):
+        return f"{what}: r = {found.value:.2f}, whose error is not known."
     text = f"{what}: r = {found.value:.2f} ± {found.stderr:.2f}"
     if found.low > 0 or found.high < 0:
         return f"{text}."

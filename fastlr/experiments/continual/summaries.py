@@ -17,6 +17,7 @@ from fastlr.experiments.statistics.bootstrap import (
     block_weights,
     interval,
     mean_error,
+    mean_over_runs,
 )
 from fastlr.experiments.statistics.correlation import constant, correlation
 
@@ -239,13 +240,13 @@ def _error(
 ) -> float:
     if min(len(x) for x, _ in pairs) < FEWEST_FOR_ERROR:
         return math.nan
-    replicates, blocks = np.zeros(resamples), 0
-    for index, ((x, y), share) in enumerate(zip(pairs, shares)):
+    replicates, blocks = [], 0
+    for index, (x, y) in enumerate(pairs):
         length = min(block_length(len(x)), len(x) // 2)
         weights = block_weights(len(x), length, resamples, np.random.default_rng([seed, index]))
         x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
         mx, my, xx, yy, xy = (weights @ np.stack([x, y, x * x, y * y, x * y], axis=1)).T / len(x)
         with np.errstate(invalid="ignore", divide="ignore"):
-            replicates += share * (xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2))
+            replicates.append((xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2)))
         blocks += -(-len(x) // length)
-    return interval(r, replicates, blocks, len(pairs)).stderr
+    return interval(r, mean_over_runs(replicates, shares), blocks, len(pairs)).stderr

@@ -131,8 +131,12 @@ def alarms(groups: Mapping[str, Sequence[ContinualRun]]) -> list[str]:
         groups: Name -> runs, such as those of an intervention; one run is told by its tasks,
             several are counted.
     """
-    told = "; ".join(f"{name}, {when_it_rang(runs)}" for name, runs in groups.items())
-    return [f"When the alarm rang, by {BY_ACCURACY.words}: {told}. {BY_ACCURACY.rates()}"]
+    told = {name: when_it_rang(runs) for name, runs in groups.items()}
+    if len(told) == 1:
+        text = next(iter(told.values()))
+    else:
+        text = "; ".join(f"{name}: {when}" for name, when in told.items())
+    return [f"When the alarm rang, by {BY_ACCURACY.words}: {text}. {BY_ACCURACY.rates()}"]
 
 
 def when_it_rang(runs: Sequence[ContinualRun]) -> str:

@@ -9,6 +9,7 @@ instead of tasks (Künsch 1989, Ann. Statist. 17:1217), around the end of the ru
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +101,19 @@ def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Int
         high=math.tanh(z + t * error),
         smallest=math.tanh((t + float(ndtri(POWER))) * error),
     )
+
+
+def mean_over_runs(replicates: Sequence[Array], shares: Sequence[float]) -> Array:
+    """Average the replicates of several runs, each an array [resamples], by the runs' shares.
+
+    A resample in which a run has no value, such as one of tasks that all ended at a guess, is
+    averaged over the other runs. It is NaN where these have less than half of the shares.
+    """
+    values, share = np.stack(replicates), np.asarray(shares)[:, None]
+    known = np.isfinite(values)
+    total = (share * known).sum(0)
+    mean = (share * np.where(known, values, 0.0)).sum(0) / np.maximum(total, share.min())
+    return np.where(total >= share.sum() / 2, mean, math.nan)
 
 
 def deviation(replicates: Array, blocks: int, runs: int = 1) -> float:

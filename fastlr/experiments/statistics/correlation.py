@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+_ROUNDING = 1e-13  # of numbers whose standard deviation is one
 
 
 def residuals(values: ArrayLike, task: ArrayLike | None = None) -> Array:
@@ -58,7 +59,8 @@ class Resampled:
 
     A resample is a row of multiplicities: ``weights[b, t]`` says how often task t occurs in
     resample b. Everything that an ordinary computation on the resample gives (trend, residuals,
-    midranks, correlation) is computed from them, the trend anew in each resample.
+    midranks, correlation) is computed from them, the trend anew in each resample. A correlation is
+    NaN in a resample in which the measure or the target is constant but for its trend.
     """
 
     weights: Array
@@ -67,34 +69,29 @@ class Resampled:
 
     def __post_init__(self) -> None:
         self.task, self.target = _standard(self.task), _standard(self.target)
-        self.count = self.weights.sum(1)
-        slope = self._slope(self.target)
-        self.target_ranks = _row_ranks(self.weights, self.target - slope[:, None] * self.task)
+        self.residuals = self._deviations(self.target, detrended=True)
+        self.target_ranks = _row_ranks(self.weights, self.residuals)
 
-    def _slope(self, y: Array) -> Array:
-        t, w, n = self.task, self.weights, self.count
-        mean_t, mean_y = w @ t / n, w @ y / n
-        return (w @ (t * y) / n - mean_t * mean_y) / (w @ (t * t) / n - mean_t**2)
+    def _deviations(self, y: Array, *, detrended: bool) -> Array:
+        """Return y [n] less its mean, and less its trend, in each resample [b, n]."""
+        weights, count = self.weights, self.weights.sum(1)
+        rows = y - (weights @ y / count)[:, None]
+        if detrended:
+            task = self.task - (weights @ self.task / count)[:, None]
+            weighted = weights * task
+            slope = (weighted * rows).sum(1) / (weighted * task).sum(1)
+            rows = rows - slope[:, None] * task
+        spread = np.sqrt((weights * rows**2).sum(1) / count)
+        rows[spread < _ROUNDING] = 0.0
+        return rows
 
     def pearson(self, x: Array, *, partial: bool) -> Array:
         """Return Pearson's correlation, in each resample, of a measure with the residuals.
 
         Shapes: the measure ``x`` [n], the result [b]. The residuals are the target's.
         """
-        x, t, y, w, n = _standard(x), self.task, self.target, self.weights, self.count
-        columns = np.stack([t, x, y, t * t, t * x, t * y, x * x, x * y, y * y], axis=1)
-        mt, mx, my, tt, tx, ty, xx, xy, yy = (w @ columns).T / n
-        tt, tx, ty, xx, xy, yy = (
-            tt - mt**2,
-            tx - mt * mx,
-            ty - mt * my,
-            xx - mx**2,
-            xy - mx * my,
-            yy - my**2,
-        )
-        variance = xx - tx**2 / tt if partial else xx
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.clip((xy - tx * ty / tt) / np.sqrt(variance * (yy - ty**2 / tt)), -1.0, 1.0)
+        rows = self._deviations(_standard(x), detrended=partial)
+        return _of_rows(self.weights, rows, self.residuals)
 
     def spearman(self, x: Array, *, partial: bool) -> Array:
         """Return Spearman's correlation, in each resample, of a measure with the residuals.
@@ -102,12 +99,10 @@ class Resampled:
         Shapes: the measure ``x`` [n], the result [b]. The residuals are the target's.
         """
         x, w = _standard(x), self.weights
-        a = (
-            _row_ranks(w, x - self._slope(x)[:, None] * self.task)
-            if partial
-            else _fixed_ranks(w, x)
+        ranks = (
+            _row_ranks(w, self._deviations(x, detrended=True)) if partial else _fixed_ranks(w, x)
         )
-        return _of_ranks(w, a, self.target_ranks)
+        return _of_ranks(w, ranks, self.target_ranks)
 
 
 def resampled_spearman(
@@ -128,10 +123,18 @@ def _of_ranks(weights: Array, a: Array, b: Array) -> Array:
     It is NaN where the ranks are constant.
     """
     middle = (weights.sum(1)[:, None] + 1) / 2
-    a, b = a - middle, b - middle
+    return _of_rows(weights, a - middle, b - middle)
+
+
+def _of_rows(weights: Array, a: Array, b: Array) -> Array:
+    """Return Pearson's correlation [b] of deviations from the mean [b, n] under each row's weights.
+
+    It is NaN where they are zero.
+    """
     weighted = weights * a
     with np.errstate(invalid="ignore", divide="ignore"):
-        return (weighted * b).sum(1) / np.sqrt((weighted * a).sum(1) * (weights * b * b).sum(1))
+        r = (weighted * b).sum(1) / np.sqrt((weighted * a).sum(1) * (weights * b * b).sum(1))
+    return np.clip(r, -1.0, 1.0)
 
 
 def constant(x: Array) -> bool:
@@ -165,10 +168,12 @@ def _fixed_ranks(weights: Array, x: Array) -> Array:
 def _row_ranks(weights: Array, values: Array) -> Array:
     """Return the ranks of each row of values [b, n] under the row's multiplicities.
 
-    Equal values at different tasks are not joined.
+    Equal values at different tasks are not joined, but a row of zeros has one rank.
     """
-    result = np.empty_like(weights)
+    result = np.tile((weights.sum(1)[:, None] + 1) / 2, weights.shape[1])
     for w, row, out in zip(weights, values, result):
+        if not row.any():
+            continue
         order = np.argsort(row)
         sums = w[order]
         out[order] = np.cumsum(sums) - (sums - 1) / 2

@@ -1,5 +1,6 @@
 """Analysis: records read back, correlations (scipy), block bootstrap (simulation), other tables."""
 
+import itertools
 import json
 import math
 import shutil
@@ -21,12 +22,14 @@ from fastlr.experiments.continual import (
     read_runs,
 )
 from fastlr.experiments.continual.association import METHODS, TRANSFORMS
+from fastlr.experiments.continual.findings import findings
 from fastlr.experiments.continual.tables import ablation_sheet, cost_sheet
 from fastlr.experiments.statistics.bootstrap import (
     block_length,
     block_weights,
     interval,
     mean_error,
+    mean_over_runs,
 )
 from fastlr.experiments.statistics.correlation import (
     Resampled,
@@ -222,6 +225,46 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
             b = np.round(b, 9)
             assert fast["pearson"][row] == approx(stats.pearsonr(a, b)[0], abs=1e-7)
             assert fast["spearman"][row] == approx(stats.spearmanr(a, b)[0], abs=1e-7)
+
+
+def test_a_resample_of_tasks_at_a_guess_has_no_correlation():
+    """Its target is constant, or constant but for rounding beside a trend that was taken out."""
+    t, x, _ = _series(90)
+    y = np.where(t < 45, x, 0.1)  # a tenth has no exact mean
+    weights = np.zeros((2, 90))
+    weights[0, 45:], weights[1, 30:60] = 2, 3
+    resampled = Resampled(weights, t, y)
+    for partial, method in itertools.product((False, True), ("pearson", "spearman")):
+        constant, varied = getattr(resampled, method)(x, partial=partial)
+        assert math.isnan(constant) and abs(varied) <= 1
+        constant, varied = getattr(resampled, method)(y, partial=True)
+        assert math.isnan(constant) and varied > 0.999
+
+
+def test_runs_without_a_value_in_a_resample_are_left_out_of_its_mean():
+    nan = math.nan
+    first, second, third = ([1, nan, nan, 4], [2, 6, nan, 6], [3, 9, 5, nan])
+    replicates = [np.array(row, dtype=float) for row in (first, second, third)]
+    found = mean_over_runs(replicates, [1, 1, 2])
+    assert found == approx(np.array([2.25, 8, 5, 5]), nan_ok=True)
+    found = mean_over_runs(replicates, [1, 2, 1])
+    assert found == approx(np.array([2, 7, nan, 16 / 3]), nan_ok=True)
+
+
+def test_runs_that_end_at_a_guess_have_errors(tmp_path):
+    """In some resamples all tasks of such a run are at the guess."""
+    paths = [write_run(tmp_path / str(n), 120, seed=n, at_a_guess_from=20) for n in range(8)]
+    runs = [read_run(path) for path in paths]
+    for found in correlations(runs, ["local_redundancy"], resamples=200):
+        assert found.stderr > 0
+    text = " ".join(findings(runs, correlations(runs, resamples=200), resamples=200))
+    assert "nan" not in text and "chance" not in text
+
+
+def test_a_run_that_never_left_a_guess_has_no_correlation(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 120, at_a_guess_from=0))
+    for found in correlations([run], ["local_redundancy"], resamples=100):
+        assert found.note == "what it should predict is a straight line in task number"
 
 
 def test_several_runs_are_averaged_by_their_tasks(tmp_path):

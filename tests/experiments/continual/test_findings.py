@@ -49,7 +49,7 @@ def test_few_or_constant_tasks_tell_nothing(tmp_path):
     short = run_of(tmp_path / "short", np.linspace(0.5, 0.9, 20), np.linspace(1, 2, 20))
     assert (
         describe(rank_correlation([short], 0))
-        == "Spearman's rho 1.00, which 20 tasks are too few to tell from chance"
+        == "Spearman's rho 1.00, which cannot be told from chance by these 20 tasks"
     )
     constant = run_of(tmp_path / "constant", np.full(120, 0.5), np.linspace(1, 2, 120))
     assert "no correlation to tell" in describe(rank_correlation([constant], 0))

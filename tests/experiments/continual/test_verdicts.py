@@ -72,8 +72,11 @@ def test_the_alarm_rings_where_plasticity_is_lost_and_not_where_it_is_kept():
     assert rings_in(read_run(RUNS / "shrink-and-perturb")) == []
     assert rings_in(read_run(RUNS / "transformer")) == []
     assert rings_in(read_run(RUNS / "never-learned")) == []
-    (told,) = alarms({"as it is": [read_run(RUNS / "demo")]})
-    assert f": as it is, after {rung[0] + 1}, " in told
+    run = read_run(RUNS / "demo")
+    (told,) = alarms({"as it is": [run]})
+    assert f": after {rung[0] + 1}, " in told
+    (told,) = alarms({"none": [run, run], "helped": [read_run(RUNS / "shrink-and-perturb")]})
+    assert ": none: in 2 of 2 runs; helped: not at all. " in told
 
 
 @mark.parametrize(
@@ -82,7 +85,7 @@ def test_the_alarm_rings_where_plasticity_is_lost_and_not_where_it_is_kept():
 )
 def test_where_the_alarm_cannot_ring_it_says_so(name, tasks, reason):
     (told,) = alarms({name: [cut(name, tasks)]})
-    assert f": {name}, never, as it " in told
+    assert ": never, as it " in told
     assert reason in told
 
 
