@@ -98,7 +98,7 @@ class Passes:
         """
         return (
             self.options.dtype
-            if self.options.dtype and self.engine.folding.casts_inputs
+            if self.options.dtype and self.engine.folding.only_autocast_convolutions_read_inputs
             else self.dtype
         )
 

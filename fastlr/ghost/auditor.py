@@ -25,10 +25,10 @@ from fastlr.ghost.planner import (
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.verification.stand_in import StandIn
 
 
 class SampleAudit:
@@ -116,9 +116,9 @@ class SampleAudit:
         view, v, j, batch = self.view, self.v, self.sample, self.batch
         if v.dtype == torch.float64:
             return {}
-        stand_in = StandIn(view, batch.pick([j, j]))
-        stand_in.take_known_clone()
-        model = Subject.of(view, stand_in)
+        clone_or_model = CloneOrModel(view, batch.pick([j, j]))
+        clone_or_model.take_known_clone()
+        model = Subject.of(view, clone_or_model)
         wide = model.state_in(torch.float64)
         in_double = model.with_tensors(wide, torch.float64)
         for n, p in view.parameters.items():
@@ -133,7 +133,7 @@ class SampleAudit:
         samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
         own = [view.row(v, j).double()]
         try:
-            beside = stand_in.by_clone_or_model(lambda: samples.run(j, own, [2]))
+            beside = clone_or_model.carry_out(lambda: samples.run(j, own, [2]))
         except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it

@@ -469,7 +469,7 @@ class Engine:
         if self.audits.failed or self._hooked_parameters or plan.structure.unproven:
             return False
         proofs = plan.flags.ledger.parameters.values()
-        by_rules = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
+        by_rules = all(p.route == "zero" or (p.route == "rule" and p.is_settled) for p in proofs)
         samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
         return plan.count > 1 and by_rules and samples_are_known
 

@@ -105,7 +105,12 @@ def corrected_where_unproven(
     """
     unsure: dict[str, Tensor] = {}
     for name, proof in chunk.ledger.parameters.items():
-        if name in norms and not proof.alive and proof.route != "loop" and bool(norms[name].any()):
+        if (
+            name in norms
+            and not proof.is_settled
+            and proof.route != "loop"
+            and bool(norms[name].any())
+        ):
             unsure[name] = chunk.view.parameters[name]
     if not unsure:
         return {}
@@ -115,7 +120,7 @@ def corrected_where_unproven(
     wrong: dict[str, Tensor] = {}
     for name, exact in looped.items():
         if norms_agree(norms[name], exact, total, close):
-            chunk.ledger.parameters[name].alive = True
+            chunk.ledger.parameters[name].is_settled = True
         else:
             chunk.ledger.send_to_loop(name, "zero in the proof, wrong where it is not")
             wrong[name] = exact

@@ -1,7 +1,8 @@
 """The plan of a batch: three of the four stages of docs/trust.md.
 
 What is new of its structure is `proven`; its outputs are `compared` with those of its parts; where
-its samples are is `known_of_the_graph`, or found. What was found is kept (fastlr.ghost.known).
+its samples are is told by the graph or found (`locate_samples`). What was found is kept
+(fastlr.ghost.known).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
         if chunk.compared is None:
             compared(chunk)
         prove_in_float64_that_samples_do_not_interact(chunk)
-        shapes = known_of_the_graph(chunk, structure, is_new=is_new)
+        shapes = locate_samples(chunk, structure, is_new=is_new)
         structure.plans.put(chunk.key.plan, shapes)
     return Plan(chunk.flags, structure, shapes, chunk.key, is_new)
 
@@ -163,9 +164,13 @@ def _prove_structure(chunk: Chunk) -> list[str]:
         return []
     refuse_folds_of_several_images(graph, rows.known)  # needs no proof
     unproven = _prove_on_triples(chunk)
-    # The graph of one sample may look like that of no larger batch.
-    without_any_proof = [name for name in unproven if name not in ledger.parameters]
-    ledger.to_loop(unproven if chunk.needs_rules else without_any_proof, UNSEEN)
+    if chunk.needs_rules:
+        ledger.to_loop(unproven, UNSEEN)
+    else:
+        # Plain autograd measures a single sample, whose graph may look like that of no larger
+        # batch: what larger batches have proven stays.
+        proven_in_no_batch = [name for name in unproven if name not in ledger.parameters]
+        ledger.to_loop(proven_in_no_batch, UNSEEN)
     return unproven
 
 
@@ -385,8 +390,8 @@ def interaction(chunk: Chunk) -> InteractionError:
 def prove_in_float64_that_samples_do_not_interact(chunk: Chunk) -> None:
     """Prove in float64 that samples of a program not tried yet do not interact.
 
-    They must not under other conditions either (`interaction_otherwise`). Where activations
-    saturate, the batch at hand may hide in its few digits what the next one shows.
+    They must not under other conditions either (`interaction_under_other_conditions`). Where
+    activations saturate, the batch at hand may hide in its few digits what the next one shows.
     """
     program = chunk.key.program
     was_proven_before = program in chunk.flags.tried_programs
@@ -401,7 +406,7 @@ def prove_in_float64_that_samples_do_not_interact(chunk: Chunk) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> ShapePlan:
+def locate_samples(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
     The stage "Known of the graph" of docs/trust.md. Parameters where no axis explains the
@@ -417,10 +422,11 @@ def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> 
     options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
     was_planned_before = bool(known.plans)
     is_searched_in_every_batch = bool(rows.lost_at) and was_planned_before
-    if is_new and not is_searched_in_every_batch:
-        search = _what_marks_leave_to_search(chunk, uses, options, rows)
-    else:
+    marks_have_confirmed_the_graph = not is_new
+    if marks_have_confirmed_the_graph or is_searched_in_every_batch:
         search = Search(_untold(options, rows), rows.lost_at)
+    else:
+        search = _search_what_marks_do_not_confirm(chunk, uses, options, rows)
     found: dict[Place, list[Layout]] = {}
     if search.options:
         v = generic_cotangent(chunk.z)
@@ -459,23 +465,30 @@ def _untold(options: Options, rows: RowsOfGraph) -> Options:
     return {place: options[place] for place in options if place not in rows.known}
 
 
-def _what_marks_leave_to_search(
+def _search_what_marks_do_not_confirm(
     chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
 ) -> Search:
-    """Compare what the graph tells of the samples with a pass of marked cotangents.
+    """Compare what the graph tells of the samples with a backward pass of marked cotangents.
 
-    Each sample has a mark of its own. What the graph does not tell is searched where a gradient
-    arrives. Where marks are elsewhere than the graph tells, a hook has moved gradients.
+    Each sample's cotangent has a mark of its own, which its gradients keep. What the graph does not
+    tell is searched where a gradient arrives. Where marks are elsewhere than the graph tells, a
+    hook has moved gradients.
     """
     told = {place: options[place] if place in rows.known else [] for place in options}
     z, out_dim = chunk.z, chunk.view.out_dim
-    agreeing = explained(chunk.graph, uses, z, generic_cotangent(z), out_dim, told, rows.known)
-    untold = {place: options[place] for place in agreeing if place not in rows.known}
-    refuted = [place for place in agreeing if place in rows.known and not agreeing[place]]
-    if not refuted:
+    marked = generic_cotangent(z)
+    layouts_of_marks = explained(chunk.graph, uses, z, marked, out_dim, told, rows.known)
+    places_with_a_gradient = list(layouts_of_marks)
+    told_otherwise_than_marked = [
+        place for place, layouts in layouts_of_marks.items() if place in rows.known and not layouts
+    ]
+    untold = {place: options[place] for place in places_with_a_gradient if place not in rows.known}
+    if not told_otherwise_than_marked:
         return Search(untold, rows.lost_at)
     chunk.ledger.hooked = True
-    any_layout = {place: every_layout(chunk.graph, place, chunk.count) for place in refuted}
+    any_layout = {
+        place: every_layout(chunk.graph, place, chunk.count) for place in told_otherwise_than_marked
+    }
     return Search(untold | any_layout, HOOK)
 
 
@@ -492,7 +505,9 @@ def _to_loop_where_unexplained(chunk: Chunk, uses: Structure, found: Options) ->
         proof = ledger.parameters.get(name)
         if proof is None or proof.route != "loop":
             kinds = proof.kinds if proof else ()
-            ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
+            ledger.parameters[name] = ParameterProof(
+                "loop", is_settled=True, kinds=kinds, reason=reason
+            )
 
 
 def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[str]:

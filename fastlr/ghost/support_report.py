@@ -70,7 +70,9 @@ class SupportReport:
         for name in names:
             p = ledger.parameters[name]
             rows.append(
-                ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason)
+                ParameterSupport(
+                    name, p.kinds, p.axes, p.route, p.deviation, p.is_settled, p.reason
+                )
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         blocks = folding.blocks

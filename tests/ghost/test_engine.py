@@ -624,7 +624,7 @@ def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call():
     first, second = (norms(gated, x, v, per_parameter=True) for _ in range(2))
     assert first["a.weight"][4] > 0
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert engine_for(gated).ledger.parameters["a.weight"].alive
+    assert engine_for(gated).ledger.parameters["a.weight"].is_settled
 
 
 def test_what_is_random_whatever_the_mode_is_told_apart():

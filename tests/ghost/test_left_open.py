@@ -199,8 +199,8 @@ def test_who_reads_the_inputs(name):
             return folding.run(dict(model.named_parameters()), lambda: read(model, inputs), inputs)
 
     full = outputs(x, torch.bfloat16)
-    assert folding.casts_inputs is casts
+    assert folding.only_autocast_convolutions_read_inputs is casts
     if casts:
         assert torch.equal(full, outputs(x.bfloat16(), torch.bfloat16))
     outputs(x, None)
-    assert not folding.casts_inputs
+    assert not folding.only_autocast_convolutions_read_inputs

@@ -19,7 +19,7 @@ from untouched import untouched
 import fastlr
 from fastlr.errors import FastlrError
 from fastlr.ghost.known import Known
-from fastlr.ghost.verification.stand_in import StandIn
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.integrations import Monitor
 from fastlr.ops.model_lock import locked
 
@@ -305,15 +305,15 @@ def test_activations_of_a_forward_pass_meanwhile_are_not_counted():
 def clones(monkeypatch):
     """What proofs run on: a list of whether each had a clone at its end."""
     found = []
-    trusted = StandIn.by_clone_or_model
+    trusted = CloneOrModel.carry_out
 
-    def noted(stand_in, work):
+    def noted(clone_or_model, work):
         try:
-            return trusted(stand_in, work)
+            return trusted(clone_or_model, work)
         finally:
-            found.append(stand_in.clone is not None)
+            found.append(clone_or_model.clone is not None)
 
-    monkeypatch.setattr(StandIn, "by_clone_or_model", noted)
+    monkeypatch.setattr(CloneOrModel, "carry_out", noted)
     yield found
 
 

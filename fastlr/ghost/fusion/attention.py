@@ -29,7 +29,7 @@ _ABSENT = (
 _FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal", "need_weights")
 
 
-def self_attention(
+def self_attention_without_copies(
     func: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None] | None:
     """Return the result of a call of multi_head_attention_forward (``func``).
@@ -57,7 +57,8 @@ def self_attention(
         and width % heads == 0
         and weight.shape == (3 * width, width)
     )
-    if not fits or not x.is_contiguous():
+    lies_batch_first = x.is_contiguous()
+    if not fits or not lies_batch_first:
         return None
     packed = F.linear(x, weight, given["in_proj_bias"]).unflatten(-1, (3, heads, width // heads))
     attended = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed.unbind(2)))

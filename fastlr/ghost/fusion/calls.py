@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr.ghost import recurrent
-from fastlr.ghost.fusion.attention import ATTENTION, self_attention
+from fastlr.ghost.fusion.attention import ATTENTION, self_attention_without_copies
 from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.pending import (
@@ -334,7 +334,7 @@ REPLACEMENTS: dict[Callable, Replacement] = {
     **dict.fromkeys(PRODUCTS, Replacement("gate", gate, _product_of_block)),
     **dict.fromkeys(MEANS, Replacement("squeeze", squeeze, _mean_of_block)),
     **dict.fromkeys(recurrent.CALLS, Replacement("recurrent", recurrent.scanned)),
-    ATTENTION: Replacement("attention", self_attention),
+    ATTENTION: Replacement("attention", self_attention_without_copies),
 }
 
 

@@ -111,12 +111,12 @@ class FoldedWeights:
             self._passes.put(self._first, self._asked)
             next_pass_makes_them_at_once = self._one_by_one and len(self._asked) > 1
             if next_pass_makes_them_at_once:
-                self._let_dispatch_compare_the_call_for_all_at_once()
+                self._have_the_kernel_compared_with_plain_torch()
             self._asked = []
         self._made.clear()
         self._one_by_one = False
 
-    def _let_dispatch_compare_the_call_for_all_at_once(self) -> None:
+    def _have_the_kernel_compared_with_plain_torch(self) -> None:
         """Make all that the pass has asked for, only to hold that call to plain torch.
 
         So the next pass, which will make it, may be captured by a CUDA graph, in which nothing can

@@ -69,15 +69,15 @@ class Folding(TorchFunctionMode):
         self.blocks = Blocks()
         self.inputs: Any = None
         self.idle = False
-        self._readers_that_cast = self._other_readers = 0
+        self._reads_by_autocast_convolutions = self._other_reads = 0
 
     @property
-    def casts_inputs(self) -> bool:
+    def only_autocast_convolutions_read_inputs(self) -> bool:
         """True if convolutions that autocast converts the inputs for were all that read them.
 
         So it was in the last forward pass by kernels.
         """
-        return self._readers_that_cast > 0 and self._other_readers == 0
+        return self._reads_by_autocast_convolutions > 0 and self._other_reads == 0
 
     def run(
         self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None
@@ -93,7 +93,7 @@ class Folding(TorchFunctionMode):
         """
         blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
         blocks.names = {id(t): name for name, t in tensors.items()}
-        self._watch_readers_of(inputs)
+        self._count_reads_of(inputs)
         for _ in range(_MOST_PASSES):
             blocks.begin()
             if blocks.disabled or self.idle or not _enabled.get():
@@ -121,21 +121,22 @@ class Folding(TorchFunctionMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         call = Call(func, args, kwargs or {})
-        self._note_reader_of_inputs(call)
+        self._count_read_of_inputs(call)
         handler = HANDLERS.get(func)
         if handler is None or (handler is not metadata and _is_checkpointed()):
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result
 
-    def _watch_readers_of(self, inputs: Any) -> None:
+    def _count_reads_of(self, inputs: Any) -> None:
         """Note from now on who reads the inputs, if kernels serve them."""
-        by_kernels = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
-        self.inputs = inputs if by_kernels else None
-        if by_kernels:
-            self._readers_that_cast = self._other_readers = 0
+        self.inputs = None
+        kernels_serve_them = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
+        if kernels_serve_them:
+            self.inputs = inputs
+            self._reads_by_autocast_convolutions = self._other_reads = 0
 
-    def _note_reader_of_inputs(self, call: Call) -> None:
+    def _count_read_of_inputs(self, call: Call) -> None:
         """Note what a call that gets the inputs has to do with their dtype."""
         if self.inputs is None:
             return
@@ -144,9 +145,9 @@ class Folding(TorchFunctionMode):
         if call.func in METADATA and call.func != _READ_OF_DTYPE:
             return
         if call.func in CONVOLUTIONS and torch.is_autocast_enabled(self.inputs.device.type):
-            self._readers_that_cast += 1
+            self._reads_by_autocast_convolutions += 1
         else:
-            self._other_readers += 1
+            self._other_reads += 1
 
 
 def _is_checkpointed() -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.noise import (
     Noise,
@@ -25,7 +26,6 @@ from fastlr.ghost.verification.noise import (
     kinds_but_casts,
     lowest_dtype,
 )
-from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
@@ -197,10 +197,10 @@ def model_noise(view: ModelView, x: Any) -> Noise | None:
     A clone runs in its place where one of this very program was found to be right: other threads do
     not see the model with other tensors then.
     """
-    stand_in = StandIn(view, x)
-    stand_in.take_known_clone()
-    probe = RoundingProbe(Subject.of(view, stand_in), x)
-    return stand_in.by_clone_or_model(lambda: measured_noise(probe))
+    clone_or_model = CloneOrModel(view, x)
+    clone_or_model.take_known_clone()
+    probe = RoundingProbe(Subject.of(view, clone_or_model), x)
+    return clone_or_model.carry_out(lambda: measured_noise(probe))
 
 
 def noise_by_truth(
@@ -220,9 +220,9 @@ def noise_by_truth(
             copy, as it is in audits.
     """
     company = [*company] * 2 if len(company) == 1 else company
-    stand_in = StandIn(view, batch.pick(range(batch.count)))
-    stand_in.take_known_clone()
-    subject = Subject.of(view, stand_in)
+    clone_or_model = CloneOrModel(view, batch.pick(range(batch.count)))
+    clone_or_model.take_known_clone()
+    subject = Subject.of(view, clone_or_model)
 
     def truth() -> Noise | None:
         whole = RoundingProbe(subject, batch.pick(range(batch.count)))
@@ -240,7 +240,7 @@ def noise_by_truth(
             return None
         return Noise(MARGIN * distance(output.detach(), exact.detach()), own=False)
 
-    return stand_in.by_clone_or_model(truth)
+    return clone_or_model.carry_out(truth)
 
 
 def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:

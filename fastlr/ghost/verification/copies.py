@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastlr.distributed import on_demand
 from fastlr.ghost.batch import cast_inputs
 from fastlr.ghost.model_io import ModelView, call, call_with, select_output
-from fastlr.ghost.verification.stand_in import StandIn
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Subject:
     Attributes:
         name: for the report.
         view: the model, and where its samples are.
-        model: the module that is run, or that a stand-in runs for.
+        model: the module that is run, or that a clone runs for.
         tensors: parameters and buffers to run it with; None: its own.
         parameters: those that are measured.
         dtype: of the copy; None: the model's own.
-        stand_in: runs it with the tensors; None: the model itself.
+        clone_or_model: runs it with the tensors; None: the model itself.
     """
 
     name: str
@@ -42,18 +42,20 @@ class Subject:
     tensors: dict[str, Tensor] | None
     parameters: Mapping[str, Tensor]
     dtype: torch.dtype | None = None
-    stand_in: StandIn | None = None
+    clone_or_model: CloneOrModel | None = None
 
     @staticmethod
-    def of(view: ModelView, stand_in: StandIn | None = None) -> Subject:
-        """Return the model itself, which a stand-in may run for with other tensors."""
+    def of(view: ModelView, clone_or_model: CloneOrModel | None = None) -> Subject:
+        """Return the model itself, for which a clone may run with other tensors."""
         name = "model itself, in its own dtype"
-        return Subject(name, view, view.module, None, view.parameters, stand_in=stand_in)
+        return Subject(
+            name, view, view.module, None, view.parameters, clone_or_model=clone_or_model
+        )
 
     @property
     def running(self) -> nn.Module:
         """The module that runs."""
-        return self.model if self.stand_in is None else self.stand_in.running
+        return self.model if self.clone_or_model is None else self.clone_or_model.running
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -104,9 +106,9 @@ class Subject:
         x = cast_inputs(x, self.dtype)
         if self.tensors is None:
             return call(self.model, x, dtype=self.dtype)
-        if self.stand_in is None:
+        if self.clone_or_model is None:
             return call_with(self.model, self.tensors, x, dtype=self.dtype)
-        return self.stand_in.call_with(self.tensors, x, dtype=self.dtype)
+        return self.clone_or_model.call_with(self.tensors, x, dtype=self.dtype)
 
     def output(self, x: Any) -> Tensor:
         """Run the forward pass with gradients and pick the output."""
@@ -175,7 +177,7 @@ def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tens
 
 
 def with_buffers_moved(
-    view: ModelView, scale: float, seed: int, stand_in: StandIn | None = None
+    view: ModelView, scale: float, seed: int, clone_or_model: CloneOrModel | None = None
 ) -> Subject | None:
     """Return a perturbed float64 copy in which buffers that are all zero have noise.
 
@@ -198,29 +200,29 @@ def with_buffers_moved(
     generator = torch.Generator().manual_seed(seed)
     tensors = _perturbed_state(view, scale, generator)
     tensors |= {n: _noise(t, generator).abs() + 0.1 for n, t in zero.items()}
-    return _float64("float64 copy with zero buffers moved", view, tensors, stand_in)
+    return _float64("float64 copy with zero buffers moved", view, tensors, clone_or_model)
 
 
 def _float64(
-    name: str, view: ModelView, tensors: dict[str, Tensor], stand_in: StandIn | None
+    name: str, view: ModelView, tensors: dict[str, Tensor], clone_or_model: CloneOrModel | None
 ) -> Subject:
-    """The functional copy: the model, or its stand-in, run with these tensors in float64."""
+    """The functional copy: the model, or its clone, run with these tensors in float64."""
     chosen = {n: tensors[n] for n in view.parameters}
-    return Subject(name, view, view.module, tensors, chosen, torch.float64, stand_in)
+    return Subject(name, view, view.module, tensors, chosen, torch.float64, clone_or_model)
 
 
 def subjects(
-    view: ModelView, scale: float, seed: int, stand_in: StandIn | None = None
+    view: ModelView, scale: float, seed: int, clone_or_model: CloneOrModel | None = None
 ) -> Iterator[Subject]:
     """Yield copies to prove on, the strictest first.
 
-    The functional one is run by the stand-in, else by the model.
+    The functional one is run by the clone, else by the model.
     """
     model = view.module
     tensors = _perturbed_state(view, scale, torch.Generator().manual_seed(seed))
-    if stand_in is not None:
-        stand_in.find_clone(tensors, torch.float64)
-    yield _float64("perturbed float64 copy", view, tensors, stand_in)
+    if clone_or_model is not None:
+        clone_or_model.find_clone(tensors, torch.float64)
+    yield _float64("perturbed float64 copy", view, tensors, clone_or_model)
     clone = None
     if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
         with suppress(Exception):  # whatever objects that it holds raise when they are copied

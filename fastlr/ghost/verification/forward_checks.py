@@ -26,9 +26,9 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.verification.agreement import agree
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import InBatch, OtherOutput
 from fastlr.ghost.verification.copies import with_buffers_moved
-from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ghost.verification.trial import Trial
 
 SAMPLES = 3
@@ -59,7 +59,9 @@ def _beside_copies(trial: Trial) -> tuple[InBatch, OtherOutput | None]:
         return in_batch, in_batch.first_difference(trial.companies, trial.run)
 
 
-def interaction_otherwise(trial: Trial, stand_in: StandIn, perturbation: float, seed: int) -> str:
+def interaction_under_other_conditions(
+    trial: Trial, clone_or_model: CloneOrModel, perturbation: float, seed: int
+) -> str:
     """Try if samples interact where something is otherwise: "a buffer that is zero now", say.
 
     Tried are buffers that are zero, moved; samples whose values are far apart; and several copies
@@ -67,7 +69,7 @@ def interaction_otherwise(trial: Trial, stand_in: StandIn, perturbation: float, 
 
     Args:
         trial: of a copy of the model.
-        stand_in: runs the copies.
+        clone_or_model: runs the copies.
         perturbation: its scale, in the copy.
         seed: of it.
 
@@ -75,7 +77,7 @@ def interaction_otherwise(trial: Trial, stand_in: StandIn, perturbation: float, 
         What is otherwise where they do, "" where they do not. A model whose samples interact so is
         not refused, but looked at in every batch.
     """
-    moved = with_buffers_moved(trial.view, perturbation, seed, stand_in)
+    moved = with_buffers_moved(trial.view, perturbation, seed, clone_or_model)
     if moved is not None:
         may_be_another_program = _found_beside_copies(replace(trial, subject=moved)) != "the same"
         if may_be_another_program:

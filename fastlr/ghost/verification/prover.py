@@ -46,16 +46,16 @@ from fastlr.ghost.model_io import FAILURES, ModelView, require_graph
 from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
+from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.copies import subjects
 from fastlr.ghost.verification.forward_checks import (
-    interaction_otherwise,
+    interaction_under_other_conditions,
     require_no_interaction,
     require_same,
     unused_parameters,
 )
 from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
-from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ghost.verification.trial import Trial
 
 ALL_SCALES = (-20, 20)  # exponents of two: so much larger cotangents, so much larger gradients
@@ -101,20 +101,22 @@ class Prover:
 
         Then see if samples would interact otherwise.
         """
-        stand_in = StandIn(self.view, few.pick([0, 1]))
+        clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
-        def step_and_otherwise(trial: Trial, perturbation: float) -> None:
+        def step_and_other_conditions(trial: Trial, perturbation: float) -> None:
             with trial.subject.precision():
                 step(trial)
-                otherwise = interaction_otherwise(trial, stand_in, perturbation, seed)
+                otherwise = interaction_under_other_conditions(
+                    trial, clone_or_model, perturbation, seed
+                )
             self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
         for perturbation in PERTURBATIONS:
-            for subject in subjects(self.view, perturbation, seed, stand_in):
+            for subject in subjects(self.view, perturbation, seed, clone_or_model):
                 trial = Trial(subject, few, self.folding)
-                work = partial(step_and_otherwise, trial, perturbation)
-                failure = self._failure_of(trial, partial(stand_in.by_clone_or_model, work))
+                work = partial(step_and_other_conditions, trial, perturbation)
+                failure = self._failure_of(trial, partial(clone_or_model.carry_out, work))
                 if failure is None:
                     return
                 a_gentler_one_may_be_finite = isinstance(failure, NonFiniteError) and perturbation
@@ -315,7 +317,7 @@ def _enter_unused(view: ModelView, unused: frozenset[str], ledger: Ledger) -> No
     ledger.sets_without_effect.append(unused)
     for name in view.parameters:
         if name in unused:
-            proof = ParameterProof("zero", reason="not used by the output", alive=True)
+            proof = ParameterProof("zero", reason="not used by the output", is_settled=True)
             ledger.parameters.setdefault(name, proof)
 
 
@@ -515,12 +517,12 @@ def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) 
     by_loop |= _counted_by_the_batch(measured)
     _enter_uses(measured, routes, ledger)
     for name, deviation in off.largest.items():
-        alive = bool((truth[name] > 0).any())
+        was_tested = bool((truth[name] > 0).any())
         known = ledger.parameters.get(name)
-        if known is not None and (known.route == "loop" or (known.alive and not alive)):
+        if known is not None and (known.route == "loop" or (known.is_settled and not was_tested)):
             continue  # it says more
         proof = _proof(measured, uses[name], routes)
-        proof.alive, proof.deviation = alive, deviation
+        proof.is_settled, proof.deviation = was_tested, deviation
         if name in by_loop:
             proof.route, proof.reason, proof.deviation = "loop", by_loop[name], 0.0
         ledger.parameters[name] = proof

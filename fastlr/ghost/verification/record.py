@@ -34,7 +34,8 @@ class ParameterProof:
     deviation: float = (
         0.0  # largest |fast - truth| over the samples, relative to the sample's total
     )
-    alive: bool = False  # its gradient was nonzero, so that something was proven
+    # Its gradient was nonzero, so that something was proven, or its route needs no such proof.
+    is_settled: bool = False
     kinds: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     reason: str = ""
@@ -97,7 +98,7 @@ class Ledger:
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""
         self.parameters |= {
-            name: ParameterProof("loop", alive=True, reason=reason) for name in names
+            name: ParameterProof("loop", is_settled=True, reason=reason) for name in names
         }
 
     def send_to_loop(self, name: str, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Forward passes with other parameters and buffers, which no other thread is to meet in the model.
 
-In: a model. Out: a `StandIn`, which runs it with other tensors: on a clone, modules of the same
-classes that hold the same tensors, if that is sure to compute what the model would, else on the
-model itself. A clone costs no memory to speak of.
+In: a model. Out: a `CloneOrModel`, which runs it with other tensors: on a clone, modules of the
+same classes that hold the same tensors, if that is sure to compute what the model would, else on
+the model itself. A clone costs no memory to speak of.
 
 A clone is another object than the model. What holds on to the model (a closure, a hook, a patched
 forward, a registry) goes on reading the model's own tensors, so that a parameter could seem to have
@@ -48,7 +48,7 @@ class ReadsModel(Exception):
     """A forward pass of a clone has read the model, or has failed: the model must make it."""
 
 
-class StandIn:
+class CloneOrModel:
     """Runs a model with other parameters and buffers: itself, or a clone once one was found.
 
     Args:
@@ -124,7 +124,7 @@ class StandIn:
         """Run the forward pass with these tensors.
 
         Raises:
-            ReadsModel: the clone is not to be trusted; see `by_clone_or_model`.
+            ReadsModel: the clone is not to be trusted; see `carry_out`.
         """
         if self.clone is None:
             return call_with(self.model, tensors, x, dtype=dtype)
@@ -152,7 +152,7 @@ class StandIn:
             raise ReadsModel
         return result
 
-    def by_clone_or_model(self, work: Callable[[], _Result]) -> _Result:
+    def carry_out(self, work: Callable[[], _Result]) -> _Result:
         """Do work that calls `call_with`.
 
         Where the clone is not to be trusted, all of the work is done again in place.
