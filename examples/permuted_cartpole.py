@@ -1,8 +1,6 @@
-"""PPO on CartPole whose observations are permuted again and again: Adam as it is, and a remedy.
+"""PPO on CartPole, its observations permuted again and again; Adam, and Dohare's remedy (2024).
 
-Install ``'.[rl]'`` and run ``python examples/permuted_cartpole.py SEEDS CHANGES PERIOD``.
-
-The remedy is Adam with equal betas and L2 (Dohare et al. 2024, doi:10.1038/s41586-024-07711-7).
+Install ``'.[rl]'``, run ``python examples/permuted_cartpole.py SEEDS CHANGES PERIOD``. None twice.
 """
 
 import csv
@@ -19,11 +17,9 @@ from torch.nn import ReLU
 
 from fastlr.integrations.stable_baselines3 import LocalRedundancyCallback
 
-GIVEN = [int(argument) for argument in sys.argv[1:]]
-SEEDS, CHANGES, PERIOD = GIVEN + [1, 20, 20_480][len(GIVEN) :]
+SEEDS, CHANGES, PERIOD = [*map(int, sys.argv[1:]), *[1, 20, 20_480][len(sys.argv) - 1 :]]
 ENVS, OUT = 8, Path("permuted-cartpole")
-REMEDY = {"betas": (0.99, 0.99), "weight_decay": 1e-4}
-ARMS = {"Adam": {"eps": 1e-5}, "equal betas and L2": {"eps": 1e-5, **REMEDY}}
+ARMS = {"Adam": {}, "equal betas and L2": {"betas": (0.99, 0.99), "weight_decay": 1e-4}}
 PARTS = [f"{p}/{m}" for m in ("local_redundancy", "dormant_ratio") for p in ("actor", "critic")]
 SHOWN = ["rollout/ep_rew_mean", *PARTS]
 
@@ -33,47 +29,51 @@ class Permuted(gymnasium.ObservationWrapper):
 
     steps, seed = 0, 0
 
-    def step(self, action):
-        """Count the step."""
+    def step(self, action):  # noqa: D102
         self.steps += 1
         return super().step(action)
 
-    def observation(self, observation):
-        """Return the numbers in the order of this period."""
+    def observation(self, observation):  # noqa: D102
         rng = np.random.default_rng([self.seed, ENVS * self.steps // PERIOD])
         return observation[rng.permutation(4)]
 
 
-def train(arm: str, seed: int) -> np.ndarray:
-    """Train an agent, and return what is shown at the end of each period, [shown, changes]."""
-    folder = OUT / f"{arm}-{seed}"
+def train(arm: str, seed: int, folder: Path) -> float:
+    """Train an agent, its log in the folder, and return the seconds that measuring took."""
     worlds = make_vec_env("CartPole-v1", ENVS, seed=seed, wrapper_class=Permuted)
     worlds.set_attr("seed", seed)
     options = {"n_steps": 64, "batch_size": 128, "learning_rate": 1e-3, "stats_window_size": 20}
-    layers = {"activation_fn": ReLU, "optimizer_kwargs": ARMS[arm]}
+    layers = {"activation_fn": ReLU, "optimizer_kwargs": {"eps": 1e-5, **ARMS[arm]}}
     agent = PPO("MlpPolicy", worlds, policy_kwargs=layers, seed=seed, device="cpu", **options)
     agent.set_logger(configure(str(folder), ["csv"]))
     callback = LocalRedundancyCallback(512, every_n_steps=PERIOD, measures=["dormant_ratio"])
     agent.learn(PERIOD * CHANGES, callback)
-    with open(folder / "progress.csv") as file:
-        rows = [(row["time/total_timesteps"], row) for row in csv.DictReader(file)]
-    took = rows[-1][1]["time/time_elapsed"]
-    print(f"{arm}, seed {seed}: {callback.seconds:.1f} of {took} s spent measuring")
-    ends = [[row for step, row in rows if step == str(PERIOD * k)] for k in range(1, CHANGES + 1)]
-    return np.array([[next(float(r[n]) for r in end if r[n]) for end in ends] for n in SHOWN])
+    return callback.seconds
+
+
+def course(arm: str, seed: int) -> np.ndarray:
+    """Return what is shown at the end of each period of a run, [shown, changes]."""
+    folder = OUT / f"{arm}-{seed}-{CHANGES}x{PERIOD}"
+    if not (cost := folder / "cost.txt").exists():  # it has not ended
+        cost.write_text(f"{train(arm, seed, folder):.1f}")
+    rows = list(csv.DictReader(open(folder / "progress.csv")))
+    print(f"{arm}, seed {seed}: {cost.read_text()} of {rows[-1]['time/time_elapsed']} s measuring")
+    known = {(r["time/total_timesteps"], name): r[name] for r in rows for name in SHOWN if r[name]}
+    ends = range(PERIOD, PERIOD * CHANGES + 1, PERIOD)
+    return np.array([[float(known[str(end), name]) for end in ends] for name in SHOWN])
 
 
 figure, axes = plt.subplots(len(SHOWN), sharex=True, figsize=(7, 11), layout="constrained")
 for arm in ARMS:
-    runs = np.stack([train(arm, seed) for seed in range(SEEDS)])
+    runs = np.stack([course(arm, seed) for seed in range(SEEDS)])
     for values, name, axis in zip(runs.swapaxes(0, 1), SHOWN, axes, strict=True):
         quarter = max(1, CHANGES // 4)
         parts = np.stack([values[:, :quarter].mean(1), values[:, -quarter:].mean(1)])
         errors = parts.std(1, ddof=1) / SEEDS**0.5
         first, last = (f"{m:.4g} +- {e:.2g}" for m, e in zip(parts.mean(1), errors, strict=True))
         print(f"{arm}, {name}: first quarter {first}, last quarter {last}")
-        error = values.std(0, ddof=1) / SEEDS**0.5
-        axis.errorbar(np.arange(CHANGES), values.mean(0), error, label=arm)
+        axis.errorbar(range(CHANGES), values.mean(0), values.std(0, ddof=1) / SEEDS**0.5, label=arm)
         axis.set_ylabel(name.replace("/", "\n"))
-axes[0].legend(title=f"a change every {PERIOD} steps")
+axes[-1].set_xlabel(f"changes of the observations' order, one every {PERIOD:,} steps")
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
 figure.savefig(OUT / "course.png", dpi=120)

@@ -29,6 +29,7 @@ from bench.alarm.analysis import (
     rule_of_all,
 )
 from bench.alarm.choices import LEAD, MOST_FALSE, percentile_interval, warns_earlier
+from bench.alarm.falls import falls_sheets
 from bench.alarm.figure import found_against_false
 from bench.alarm.losses import (
     LOST,
@@ -75,6 +76,7 @@ def write_report(
         prediction_sheet(runs, found.losing, True, resamples),
         runs_sheet(beside or runs),
         definition_sheet(runs),
+        *falls_sheets(beside or runs),
     ]
     out.mkdir(parents=True, exist_ok=True)
     drawing = Drawing(

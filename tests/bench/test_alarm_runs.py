@@ -8,6 +8,7 @@ import torch
 
 from bench.alarm import networks, problems, report, runs, values
 from bench.alarm.analysis import ALL, RingCounts, analyse
+from bench.alarm.falls import falls_sheets
 from bench.alarm.problems import COMMON, JUDGED, PROBLEMS, Setting
 from bench.alarm.signals import Course, degrading, signal
 
@@ -139,8 +140,25 @@ def test_report_says_what_was_shown(found, tmp_path, monkeypatch):
     assert "warns earlier" not in page.sheets[0].csv(), "50 resamples cannot show it"
     assert page.findings[0].startswith("Not shown of any measure")
     assert (tmp_path / "alarm.png").stat().st_size > 10_000
-    assert len(page.sheets) == 2 + 2 + 3 + 2
+    assert len(page.sheets) == 2 + 2 + 3 + 2 + 3
     assert set(json.loads((tmp_path / "report.json").read_text())["alarms"]) == set(ALL)
+
+
+def test_falls_are_counted_as_they_are_written():
+    """Half of eight runs lose at task 65; their value falls at task 45 from 10 to 1."""
+    constant, half, onset = falls_sheets(two_problems())
+    rows = {row[0]: row[1:] for row in half.rows}
+    assert rows["shapes one"] == ("8", "4", "4", "0")
+    assert rows["shapes all problems"] == ("16", "8", "8", "0")
+    assert rows["images just learned one"] == ("8", "0", "0", "4")
+    rows = {row[0]: row[1:] for row in onset.rows}
+    losses, rose, factor = rows["shapes one"]
+    assert (losses, rose) == ("4", "0") and float(factor) == pytest.approx(0.1, rel=0.1)
+    rows = {row[0]: row[1:] for row in constant.rows}
+    readings, near, mean, highest, *below = rows["shapes one"]
+    assert int(readings) == 8 * 42 and below == ["0", "–", "–"]
+    at_one = 4 * 28  # readings from task 45 on, a tenth of them beyond ten per cent of 0.9
+    assert 0 < int(near) < at_one and float(mean) < float(highest) < 85
 
 
 def test_every_problem_is_as_it_is_and_helped():
