@@ -58,7 +58,7 @@ def first_stage(seed):
 
 
 def second_stage(seed, arm):
-    """Train on all images from an arm's start, and return accuracies and local redundancy."""
+    """Train on all images, and measure. Own inputs: every second image, so of both halves."""
     x, y, trained = first_stage(seed)
     torch.manual_seed(seed + 1_000_000)  # new weights and batches that all arms share
     model = resnet18(num_classes=10)
