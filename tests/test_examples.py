@@ -8,6 +8,8 @@ from pathlib import Path
 from command_line import as_torchrun
 from pytest import importorskip, mark, param
 
+from fastlr.experiments.data import synthetic_store
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
     "training_loop": r"most plastic at step \d+: [\d.]+ \+- [\d.]+",
@@ -20,6 +22,7 @@ SAYS = {
     "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*"
     r"step40.*step120|step120.*step40",
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
+    "warm_start": r"(?s)warm, test: [\d.]+ \+- .*cold or warm: [01] [01] [01] [01]\n",
     "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ "
     r"\+- \S+\nLocal redundancy .* at 99 %",
 }
@@ -31,17 +34,15 @@ NEEDS = {
     "actor_critic_loop": "gymnasium",
     "permuted_cartpole": "stable_baselines3",
 }
-ARGUMENTS = {"permuted_cartpole": ["1", "2", "512"]}
+ARGUMENTS = {"permuted_cartpole": ["1", "2", "512"], "warm_start": ["store", "1", "0", "1"]}
 BY_TORCHRUN = {"sharded_language_model"}
-SLOW = {"finetuned_on_tasks"}
+SLOW = {"finetuned_on_tasks", "warm_start"}
 
 
 def test_all_are_here_and_short():
-    files = {path.stem: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
-    assert set(files) == set(SAYS)
-    assert all(len(lines) < 100 for lines in files.values()), {
-        name: len(lines) for name, lines in files.items()
-    }
+    lines = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert set(lines) == set(SAYS)
+    assert max(lines.values()) < 100, lines
 
 
 @mark.parametrize(
@@ -52,6 +53,8 @@ def test_all_are_here_and_short():
 def test_example(name, tmp_path, monkeypatch, capfd):
     importorskip(NEEDS.get(name, "torch"))
     monkeypatch.chdir(tmp_path)
+    if not Path("store").exists():
+        synthetic_store("store", size=8, train=4, test=2)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -62,6 +65,19 @@ def test_example(name, tmp_path, monkeypatch, capfd):
         assert not end.code
     said = capfd.readouterr().out
     assert re.search(SAYS[name], said), said
+
+
+@mark.long
+@mark.filterwarnings("ignore")
+def test_warm_start_goes_on(tmp_path, monkeypatch, capfd):
+    """What is recorded is not run again; what was lost is, with the same result."""
+    example = "warm_start", tmp_path, monkeypatch, capfd
+    test_example(*example)
+    record = Path("warm-start.jsonl")
+    runs = record.read_text()
+    record.write_text(runs[: runs.index("\n") + 1])
+    test_example(*example)
+    assert record.read_text() == runs
 
 
 @mark.long
