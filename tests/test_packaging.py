@@ -2,6 +2,7 @@
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,11 @@ LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "run
 ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(*command, cwd):
-    found = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
-    )
+BUILD = "from setuptools import build_meta; build_meta.build_{}('{}')"
+
+
+def run(*command, cwd, env=ENVIRONMENT):
+    found = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -41,13 +43,12 @@ def built(tmp_path_factory):
         return left if Path(path) == ROOT else left - {"runs"}
 
     shutil.copytree(ROOT, source, ignore=left_out, symlinks=True)
-    call = "from setuptools import build_meta; build_meta.build_{}('{}')"
-    run(sys.executable, "-c", call.format("sdist", folder), cwd=source)
+    run(sys.executable, "-c", BUILD.format("sdist", folder), cwd=source)
     sdist = next(folder.glob("*.tar.gz"))
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     unpacked = next((folder / "unpacked").iterdir())
-    run(sys.executable, "-c", call.format("wheel", folder), cwd=unpacked)
+    run(sys.executable, "-c", BUILD.format("wheel", folder), cwd=unpacked)
     return sdist, next(folder.glob("*.whl"))
 
 
@@ -92,21 +93,26 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
     assert "fastlr = fastlr.__main__:run" in scripts
 
 
-def test_installs_into_an_empty_environment(built, tmp_path):
-    """The wheel alone gives fastlr; its dependencies, torch too, come from this environment."""
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
-    bin_folder = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
+def environment_with(wheel, folder):
+    """Return the programs and the packages' place of a new environment with the wheel.
+
+    Its dependencies, torch too, come from this environment.
+    """
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    bin_folder = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
     python = bin_folder / "python"
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "-q"]
-    run(
-        sys.executable, "-m", "pip", "--python", python, "install", *options, built[1], cwd=tmp_path
-    )
-    place = Path(
-        run(
-            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-        ).strip()
-    )
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    place = Path(run(python, "-c", ask, cwd=folder).strip())
     (place / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return bin_folder, place
+
+
+def test_installs_into_an_empty_environment(built, tmp_path):
+    """The wheel alone gives fastlr."""
+    bin_folder, place = environment_with(built[1], tmp_path)
+    python = bin_folder / "python"
     version = built[1].name.split("-")[1]
     assert run(bin_folder / "fastlr", "--version", cwd=tmp_path).startswith(
         f"fastlr {version} (torch "
@@ -123,6 +129,28 @@ print(home, fastlr.__version__, found.n)
     assert Path(home).parent == place
     assert found == version
     assert n == "8"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", ["with-a-compiler", "without"])
+def test_a_wheel_has_the_extension_where_there_is_a_compiler(built, tmp_path, compiler):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "FASTLR_NO_EXT"}
+    env["TORCH_CUDA_ARCH_LIST"] = "9.0"
+    if compiler == "without":
+        nowhere = tmp_path / "nothing"
+        nowhere.mkdir()
+        env |= {"CC": "false", "CXX": "false", "PATH": str(nowhere)}
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("fastlr-*")
+    run(sys.executable, "-c", BUILD.format("wheel", tmp_path), cwd=source, env=env)
+    (wheel,) = tmp_path.glob("*.whl")
+    programs, _ = environment_with(wheel, tmp_path)
+    said = run(programs / "fastlr", "doctor", cwd=tmp_path, env=env)
+    (line,) = [line for line in said.splitlines() if re.match(r"\w+ +fastlr\._C\b", line)]
+    assert line.split()[0] == ("found" if compiler == "with-a-compiler" else "missing")
 
 
 def test_version_of_this_install():
