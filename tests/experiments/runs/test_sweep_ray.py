@@ -405,3 +405,45 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
     assert {raylet for *_, raylet in runs()[at + 20 :]} == {left}, (
         "the few that it had been given when it was drained"
     )
+
+
+ASKS_AS_A_WORKER_FIRST_ASKS = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).cluster_id)
+"""
+
+
+@mark.long
+def test_a_worker_without_the_clusters_token_is_refused():
+    """As docs/guides/scale.md says of Ray's token authentication."""
+    importorskip("ray")
+    without = {name: v for name, v in os.environ.items() if not name.startswith("RAY_AUTH")}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    here, port = address.split(":")
+    options = ["--head", "--block", f"--node-ip-address={here}", f"--port={port}"]
+    options += ["--include-dashboard=false", "--num-cpus=1", "--disable-usage-stats"]
+    program = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    with tempfile.TemporaryFile() as log:
+        head = subprocess.Popen(
+            program, env=without | token, stdout=log, stderr=log, start_new_session=True
+        )
+
+        def asked(env):
+            command = [sys.executable, "-c", ASKS_AS_A_WORKER_FIRST_ASKS, address]
+            return subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=120, check=False
+            )
+
+        try:
+            wait_for(lambda: asked(without | token).returncode == 0)
+            for env in (without, without | token | {"RAY_AUTH_TOKEN": "f" * 32}):
+                found = asked(env)
+                assert found.returncode != 0
+                assert "InvalidAuthToken" in found.stderr
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
