@@ -216,7 +216,7 @@ def chunk_traffic(
                 x = ops.get("shape_images_from", "triton")(first, plan.count, **how)
             else:
                 x = passes.inputs(0, plan.count)
-            passes.engine.run_planned(plan, x, passes.cotangent(index, x))
+            passes.engine.run_without_waiting_for_device(plan, x, passes.cotangent(index, x))
 
     go_through(plan, Traffic())  # tables are made by the first, as before a capture
     traffic = Traffic()

@@ -98,7 +98,7 @@ class Passes:
         """
         return (
             self.options.dtype
-            if self.options.dtype and self.engine.folding.only_autocast_convolutions_read_inputs
+            if self.options.dtype and self.engine.folding.inputs_may_be_made_in_autocasts_dtype
             else self.dtype
         )
 

@@ -27,7 +27,7 @@ from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
 from fastlr.ghost.model_io import ModelView, require_graph
 from fastlr.ghost.norms import (
-    corrected_where_unproven,
+    corrected_where_the_proof_met_zero_gradients,
     norms_by_loop,
     norms_by_rules,
     norms_of_one,
@@ -386,7 +386,7 @@ class Engine:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
             norms |= norms_by_loop(chunk, one.v, chosen)
-        corrected = corrected_where_unproven(chunk, one.v, norms)
+        corrected = corrected_where_the_proof_met_zero_gradients(chunk, one.v, norms)
         return self._table(norms | corrected, one)
 
     def _refuted_by(
@@ -457,7 +457,10 @@ class Engine:
     # ----------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """Return the last call's plan, for `run_planned`, or None if that is not `replayable`."""
+        """Return the last call's plan, for `run_without_waiting_for_device`.
+
+        None if that is not `replayable`.
+        """
         plan = self._plan
         return plan if plan is not None and self.replayable(plan) else None
 
@@ -473,7 +476,7 @@ class Engine:
         samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
         return plan.count > 1 and by_rules and samples_are_known
 
-    def run_planned(
+    def run_without_waiting_for_device(
         self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Run an earlier call's passes for inputs of the same shapes.
@@ -505,7 +508,7 @@ class Engine:
     ) -> bool:
         """Return True if a random sample of a batch has its own output and norms.
 
-        The batch is one that `run_planned` did.
+        The batch is one that `run_without_waiting_for_device` did.
 
         Args:
             plan: of the batch.

@@ -89,7 +89,7 @@ def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
     return strides, chunk.key.program, chunk.key.shared_inputs, tuple(chosen)
 
 
-def corrected_where_unproven(
+def corrected_where_the_proof_met_zero_gradients(
     chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the norms by the loop of parameters that the rules now get wrong.

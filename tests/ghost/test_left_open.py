@@ -199,8 +199,8 @@ def test_who_reads_the_inputs(name):
             return folding.run(dict(model.named_parameters()), lambda: read(model, inputs), inputs)
 
     full = outputs(x, torch.bfloat16)
-    assert folding.only_autocast_convolutions_read_inputs is casts
+    assert folding.inputs_may_be_made_in_autocasts_dtype is casts
     if casts:
         assert torch.equal(full, outputs(x.bfloat16(), torch.bfloat16))
     outputs(x, None)
-    assert not folding.only_autocast_convolutions_read_inputs
+    assert not folding.inputs_may_be_made_in_autocasts_dtype

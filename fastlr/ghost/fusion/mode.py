@@ -72,7 +72,7 @@ class Folding(TorchFunctionMode):
         self._reads_by_autocast_convolutions = self._other_reads = 0
 
     @property
-    def only_autocast_convolutions_read_inputs(self) -> bool:
+    def inputs_may_be_made_in_autocasts_dtype(self) -> bool:
         """True if convolutions that autocast converts the inputs for were all that read them.
 
         So it was in the last forward pass by kernels.
@@ -93,7 +93,7 @@ class Folding(TorchFunctionMode):
         """
         blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
         blocks.names = {id(t): name for name, t in tensors.items()}
-        self._count_reads_of(inputs)
+        self._forget_reads_of_earlier_inputs(inputs)
         for _ in range(_MOST_PASSES):
             blocks.begin()
             if blocks.disabled or self.idle or not _enabled.get():
@@ -121,14 +121,14 @@ class Folding(TorchFunctionMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         call = Call(func, args, kwargs or {})
-        self._count_read_of_inputs(call)
+        self._note_read_of_inputs(call)
         handler = HANDLERS.get(func)
         if handler is None or (handler is not metadata and _is_checkpointed()):
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result
 
-    def _count_reads_of(self, inputs: Any) -> None:
+    def _forget_reads_of_earlier_inputs(self, inputs: Any) -> None:
         """Note from now on who reads the inputs, if kernels serve them."""
         self.inputs = None
         kernels_serve_them = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
@@ -136,7 +136,7 @@ class Folding(TorchFunctionMode):
             self.inputs = inputs
             self._reads_by_autocast_convolutions = self._other_reads = 0
 
-    def _count_read_of_inputs(self, call: Call) -> None:
+    def _note_read_of_inputs(self, call: Call) -> None:
         """Note what a call that gets the inputs has to do with their dtype."""
         if self.inputs is None:
             return

@@ -103,7 +103,7 @@ class Prover:
         """
         clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
-        def step_and_other_conditions(trial: Trial, perturbation: float) -> None:
+        def step_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
             with trial.subject.precision():
                 step(trial)
                 otherwise = interaction_under_other_conditions(
@@ -115,7 +115,7 @@ class Prover:
         for perturbation in PERTURBATIONS:
             for subject in subjects(self.view, perturbation, seed, clone_or_model):
                 trial = Trial(subject, few, self.folding)
-                work = partial(step_and_other_conditions, trial, perturbation)
+                work = partial(step_then_try_other_conditions, trial, perturbation)
                 failure = self._failure_of(trial, partial(clone_or_model.carry_out, work))
                 if failure is None:
                     return
@@ -542,8 +542,8 @@ def _refuse_folded_blocks(measured: _Measured, routes: Routes, wrong: list[str])
         has_a_rule = routes.by_rule(use)
         is_wrong = any(name in wrong for name in graph.names_below(use.child))
         if not has_a_rule:
-            all_but_its_norm = weight_of(graph, use.node)
-            reasons.setdefault(all_but_its_norm, routes.reason(use))
+            its_convolution_alone = weight_of(graph, use.node)
+            reasons.setdefault(its_convolution_alone, routes.reason(use))
         elif is_wrong:
             whole_block = parameters_of(graph, use.node)
             reasons.setdefault(whole_block, "its norms differ from the exact ones")
