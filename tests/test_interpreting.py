@@ -36,7 +36,7 @@ def numbers(text):
 
 def rows(folder, table):
     """The numbers of a table's rows, by name."""
-    place = folder if folder == "alarm" else f"causes/{folder}"
+    place = folder if folder in ("alarm", "calibration") else f"causes/{folder}"
     lines = csv.reader((ROOT / f"bench/results/cpu/{place}/{table}.csv").open())
     found = {}
     for name, *cells in lines:
@@ -74,6 +74,7 @@ ELSEWHERE = {
     "An alarm rings where": "test_the_study_of_alarms_is_of_so_many_runs",
     "over 200 pairs of classes": "a caption of the row's own figure",
     "Gaussian noise gives 0.4 to 1.1 times": "test_the_tasks_and_the_noise_are_the_studys",
+    "Factors of truth over bound": "a caption of the record's own figure",
     "`make causes` repeats it": "commits and versions, as in bench/results/cpu/causes/README.md",
 }
 

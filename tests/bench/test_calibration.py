@@ -32,8 +32,8 @@ def test_the_report_says_what_moves(tmp_path):
     found = calibration.read([path])
     assert found == list(rows(1.0))
     (cells,) = calibration.sheet(found).rows
-    assert cells[:5] == ("none", "24, 1", "0.1", "1.00", "4.00")
-    assert cells[5:9] == ("0.69", "0.00", "0.00", "0.69")
+    assert cells[:3] == ("none K=24 n=1 0.1", "1.00", "4.00")
+    assert cells[3:7] == ("0.69", "0.00", "0.00", "0.69")
 
 
 def repr_of(row):
