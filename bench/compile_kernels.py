@@ -147,23 +147,17 @@ def rows(text: str) -> Iterator[tuple[str, str, int, list[list[int]]]]:
             yield part.partition("\n")[0], name, int(warps), found
 
 
-def extreme_cases(module: str, record: Path = RECORD) -> list[tuple]:
-    """Return, of each kind of case, those that took most registers and most shared memory.
+def largest_case(module: str, record: Path = RECORD) -> list[tuple]:
+    """Return, in a list, the case that took most registers; none of a module without kernels.
 
-    Both are read in ``record``, of compute capability 9.0.
+    They are read in ``record``, of compute capability 9.0.
     """
     from bench.kernel_variants import VARIANTS
 
     text = record.read_text() if record.exists() else ""  # it is left out of source distributions
-    taken = {name: (cells[1][0] * warps, cells[1][1]) for _, name, warps, cells in rows(text)}
-    kinds: dict[str, list[tuple]] = {}
-    for case in VARIANTS[module]() if module in VARIANTS else ():
-        kinds.setdefault(case[0].partition("[")[0], []).append(case)
-    most = []
-    for cases in kinds.values():
-        for by in (0, 1):
-            most.append(max(cases, key=lambda case: taken.get(case[0], (0, 0))[by]))  # noqa: B023
-    return list({case[0]: case for case in most}.values())
+    taken = {name: cells[1][0] * warps for _, name, warps, cells in rows(text)}
+    cases = VARIANTS[module]() if module in VARIANTS else []
+    return sorted(cases, key=lambda case: taken.get(case[0], 0))[-1:]
 
 
 def kernel_modules() -> list[str]:
