@@ -1,5 +1,6 @@
 """Cotangents have the Fisher matrix as second moment, at any logit gap, dtype, chunk and layout."""
 
+import functools
 import math
 from itertools import product
 
@@ -156,15 +157,18 @@ def test_uniforms_are_uniform_and_fine_near_zero():
 @mark.parametrize("probe", ["rademacher", "sampled"])
 @mark.parametrize("predictive", [Categorical(dim=1), Bernoulli(), Gaussian(2.0), PAIRS], ids=repr)
 def test_draws_do_not_depend_on_the_chunk(predictive, probe):
+    # A drawn label would move it by one; probabilities may differ in a last bit, as where a vector
+    # of them ends.
+    same = functools.partial(torch.allclose, rtol=1e-14, atol=1e-14)
     z = torch.randn(13, 6, 3, 7, generator=seeded(0))
     whole = predictive.cotangent(z, probe, range(100, 113), seed=2**63 + 5)
     parts = [
         predictive.cotangent(z[i : i + 4], probe, range(100 + i, min(104 + i, 113)), 2**63 + 5)
         for i in (0, 4, 8, 12)
     ]
-    assert torch.equal(whole, torch.cat(parts))
+    assert same(whole, torch.cat(parts))
     order = torch.randperm(13, generator=seeded(1))
-    assert torch.equal(whole[order], predictive.cotangent(z[order], probe, order + 100, 2**63 + 5))
+    assert same(whole[order], predictive.cotangent(z[order], probe, order + 100, 2**63 + 5))
     assert not torch.equal(whole, predictive.cotangent(z, probe, range(100, 113), seed=6))
     assert not torch.equal(whole, predictive.cotangent(z, probe, range(101, 114), seed=2**63 + 5))
 
