@@ -406,9 +406,7 @@ def curvature_rank(
         >>> 1 <= fastlr.metrics.curvature_rank(model, torch.randn(12, 8)) <= 12
         True
     """
-    if not 0 < delta < 1:
-        raise InputError(f"delta={delta}: give a number above 0 and below 1")
-    view = ModelView.of(model, output)
+    view = _rank_view(model, delta, output)
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
@@ -420,16 +418,98 @@ def curvature_rank(
         )
         assert isinstance(v, Tensor)
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
-        grads = sample_gradients(z, list(view.parameters.values()), unit)
-    flat = (g.double().flatten(1) for g in grads if g is not None)
+        products = _products(view, z, unit)
     roots = factors.sqrt()
-    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(roots, roots)  # [n, n]
-    if not products.isfinite().all():
-        raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
-    values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)
-    rank = effective_rank(values, delta)
     definition = (
         "curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make "
         f"up {1 - delta:g}"
     )
-    return Measure(rank, definition, {"n": n, "trace": float(values.sum()) / n})
+    return _kernel_rank(products * torch.outer(roots, roots), delta, definition)
+
+
+@locks_model
+def ntk_rank(
+    model: nn.Module, x: Any, *, delta: float = 0.01, output: OutputSelector = None
+) -> Measure:
+    """Return the effective rank of the neural tangent kernel on n inputs.
+
+    It is the smallest k whose k largest eigenvalues make up 1 - delta of their sum.
+
+    The kernel is the n x n matrix ``K_ab = sum over outputs o of <J_ao, J_bo>``, with ``J_ao`` the
+    gradient of output o of input a with respect to the trainable parameters; of a model whose
+    outputs have positions, each element is an output. It says in how many directions a step can
+    move the outputs on these inputs.
+
+    `curvature_rank` weighs each input's outputs by the Fisher matrix of the predictive
+    distribution: what a confident network answers counts little there, and it draws one direction
+    of the outputs for each input. Here all outputs count alike whatever the network predicts, no
+    predictive distribution is needed, and nothing is drawn. Where the output is one number with a
+    Gaussian they are equal.
+
+    Args:
+        model: any nn.Module whose samples do not interact in eval mode; looked at as for
+            `fastlr.redundancy_loss`.
+        x: inputs of n samples on axis 0, some tens, without padding: n backward passes for each
+            output, and the memory of n gradients.
+        delta: share of the sum of the eigenvalues that is left out, above 0 and below 1.
+        output: picks the output tensor from what the model returns.
+
+    Returns:
+        Measure, from 1 to n (0 for gradients of zero); ``details``: "n" and "trace", the mean over
+        inputs of ``sum over o of ||J_ao||^2``.
+
+    Raises:
+        InputError: arguments that are wrong. NonFiniteError: a gradient is not finite. Others: as
+            for `fastlr.estimate`.
+
+    Source: the kernel, Jacot et al. 2018 (arXiv:1806.07572), its trace over the outputs; the rank,
+    srank of Kumar et al. 2021 (arXiv:2010.14498).
+
+    Example:
+        >>> import torch, fastlr
+        >>> layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+        >>> model = torch.nn.Sequential(*layers)
+        >>> 1 <= fastlr.metrics.ntk_rank(model, torch.randn(12, 8)) <= 12
+        True
+    """
+    view = _rank_view(model, delta, output)
+    x = view.inputs(x)
+    refuse_padding(x)
+    with as_it_was(view.module, view.device):
+        refuse_interaction(view, x)
+        z = view.forward(x)
+        kernel = torch.zeros((), dtype=torch.float64, device=z.device)
+        for number in range(z[0].numel()):
+            one = z.new_zeros(z.shape)
+            one.view(len(z), -1)[:, number] = 1
+            kernel = kernel + _products(view, z, one)
+    definition = (
+        "NTK rank: smallest k whose k largest eigenvalues of the neural tangent kernel make up "
+        f"{1 - delta:g}"
+    )
+    return _kernel_rank(kernel, delta, definition)
+
+
+def _rank_view(model: nn.Module, delta: float, output: OutputSelector) -> ModelView:
+    """Return the view of a model of which a rank is taken, unless delta is no share."""
+    if not 0 < delta < 1:
+        raise InputError(f"delta={delta}: give a number above 0 and below 1")
+    return ModelView.of(model, output)
+
+
+def _products(view: ModelView, z: Tensor, v: Tensor) -> Tensor:  # [n, n], float64
+    """Return the products of the samples' gradients of <z_b, v_b>, those of all pairs."""
+    grads = sample_gradients(z, list(view.parameters.values()), v)
+    flat = (g.double().flatten(1) for g in grads if g is not None)
+    return torch.stack([g @ g.T for g in flat]).sum(0)
+
+
+def _kernel_rank(kernel: Tensor, delta: float, definition: str) -> Measure:
+    """Return the effective rank of the matrix of products of n samples' gradients."""
+    if not kernel.isfinite().all():
+        raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
+    values = torch.linalg.eigvalsh(kernel).flip(0).clamp_min(0)
+    n = len(values)
+    return Measure(
+        effective_rank(values, delta), definition, {"n": n, "trace": float(values.sum()) / n}
+    )
