@@ -30,6 +30,7 @@ from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
 _FUSED = ("cpu", "cuda")  # where all steps of AdamW on real parameters are one kernel
+_NEARLY_ALL = 0.9  # of the labels' bits: from there on they are the limit, not the model
 _APART = 20  # the seeds of repeats are 2^20 apart, so that neighbouring seeds share no labels
 
 
@@ -130,8 +131,9 @@ def memorization_capacity(
     (fair coins, standard normal targets), P_fit a copy after ``steps`` steps of AdamW (weight decay
     0) on all n inputs at once in train mode, its likelihood in eval mode (a target that is fitted
     to the last digit of float32 counts 23 bits). A lower bound of what the model could take up: it
-    grows with n (the share of all bits tells whether there were enough) and with the steps. `fastlr
-    memorize` trains in batches, for as long as it takes, with checkpoints.
+    grows with n (the share of all bits tells whether there were enough; from 0.9 on "conclusion"
+    says that there were not) and with the steps. `fastlr memorize` trains in batches, for as long
+    as it takes, with checkpoints.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
@@ -150,9 +152,10 @@ def memorization_capacity(
     Returns:
         Measure in bits a parameter, 0 or less where nothing is memorised; ``details``: "n",
         "parameters", "bits", "stderr" (of the value; None for one repeat or all labelings), "share"
-        of the labels' bits (None for a Gaussian), and "ceiling", in bits: ``log2 sum over y^n of
-        P_fit(y^n | x^n)``, the worst-case redundancy on these inputs as far as the fits reach it,
-        which no gain exceeds (None unless enumerated).
+        of the labels' bits (None for a Gaussian), "conclusion" where that is nearly all (else
+        None), and "ceiling", in bits: ``log2 sum over y^n of P_fit(y^n | x^n)``, the worst-case
+        redundancy on these inputs as far as the fits reach it, which no gain exceeds (None unless
+        enumerated).
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
@@ -204,12 +207,14 @@ def memorization_capacity(
         ceiling = float(torch.logsumexp(-nats, 0)) / math.log(2)
     elif len(fits) > 1:
         stderr = float(gains.std() / len(fits) ** 0.5 / parameters)
+    share = value / whole if whole else None
     details = {
         "n": fits[0].n,
         "parameters": parameters,
         "bits": value,
         "stderr": stderr,
-        "share": value / whole if whole else None,
+        "share": share,
+        "conclusion": too_few(share),
         "ceiling": ceiling,
     }
     definition = (
@@ -217,6 +222,16 @@ def memorization_capacity(
         f"{learning_rate:g}"
     )
     return Measure(value / parameters, definition, details)
+
+
+def too_few(share: float | None) -> str | None:
+    """Say that samples were too few to tell a capacity, by the share taken up of labels' bits."""
+    if share is not None and share >= _NEARLY_ALL:
+        return (
+            "nearly all bits of the labels were taken up: n was too small for this network to show "
+            "what it can hold; raise n"
+        )
+    return None
 
 
 class _Fit(NamedTuple):

@@ -279,9 +279,11 @@ def test_capacity_stops_at_what_the_model_can_hold():
         for n in (16, 400)
     )
     assert few.details["share"] > 0.95
+    assert few.details["conclusion"].endswith("raise n")
     assert few.details["bits"] <= 32
     assert few.details["n"] == 16
     assert many.details["share"] < 0.9
+    assert many.details["conclusion"] is None
     assert many.details["stderr"] > 0
     labels = memorization_capacity(
         small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0
