@@ -7,9 +7,9 @@ limit: ``make lint`` does. Limits are lowered as the code gets plainer. That of 
 raised from 259,000: unpacking made more functions than it made concepts leave; then came the
 verdict by one rule, digests of runs, refusals of tensors without values, and checks for a first GPU
 (16 bits in the interpreter, borders), and models by name; from 278,700 for ReDo, spectral
-regularisation, the NTK rank and capacities on several inputs. That of tests' was raised from
-282,000, for the predicted time of a GPU, the calibration of the bound, and models of Hugging Face
-by name; from 282,900 for those interventions and that measure.
+regularisation, the NTK rank and capacities on several inputs, and inputs that are shared. That of
+tests' was raised from 282,000, for the predicted time of a GPU, the calibration of the bound, and
+models of Hugging Face by name; from 282,900 for the same.
 The goals are 247,900 for fastlr and 263,552 for tests.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
@@ -61,7 +61,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 280_400,
+        "tokens": 280_700,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
     "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
@@ -70,7 +70,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 286_300,
+        "tokens": 286_900,
     },
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from exact import gradients
-from expected import refused
+from expected import refused, warned
 from pytest import approx, mark, raises
 from single_samples import Written
 from torch import nn
@@ -67,10 +67,16 @@ def test_its_standard_error_covers_the_truth(double):
 def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
     model = nn.Linear(3, 1)
     x = torch.randn(8, 3)
-    far = fastlr.gradient_noise_scale(
-        model, x, model(x).detach() + torch.tensor([1.0, -1.0] * 4)[:, None], F.mse_loss, groups=2
-    )
-    assert far.details["stderr"] is None or far > 0
+    opposed = torch.cat([x, x])
+    errors = torch.tensor([[1.0], [-1.0]]).repeat_interleave(8, 0)  # whose gradients cancel
+    told = "the mean gradient of 16 samples cannot be told from zero: more samples are needed"
+    with warned(f"gradient_noise_scale is inf: {told}"):
+        scale = fastlr.gradient_noise_scale(
+            model, opposed, model(opposed).detach() + errors, F.mse_loss, groups=2
+        )
+    assert scale == math.inf
+    assert scale.details["reason"] == told
+    assert scale.details["stderr"] is None
     with raises(NonFiniteError):
         fastlr.gradient_noise_scale(model, x * 1e160, torch.zeros(8, 1), F.mse_loss, groups=2)
     for groups in (1, 5):
