@@ -106,14 +106,17 @@ def experiment_command(
         from fastlr.experiments.runs.queue import Queue, is_many
 
         driver, inputs = find_driver(name), named.pop("inputs", None)
-        if inputs is not None:
+        enumerated = bool(named.pop("enumerated", None))
+        if enumerated and not inputs:
+            raise InputError("--enumerated goes with --inputs")
+        if inputs:
             if any((out, resume, seeds is not None, at_once is not None, tensorboard, options)):
                 raise InputError(
                     "--inputs measures a model and prints the result: it goes with --set and "
                     "--seed alone"
                 )
             given = given_settings(driver.options, settings, seed=seed, **named)
-            return print_capacity(preset, inputs, given)
+            return print_capacity(preset, inputs, given, enumerated=enumerated)
         with joined() as members:  # all processes of torchrun, or this one
             is_first = members.rank == 0
             given = given_settings(driver.options, settings, seed=seed, **named)
@@ -176,11 +179,12 @@ memorize = experiment_command(
     "vision, series, vision-small or series-small; without it, vision. With --inputs, a model.",
     epochs=(int, "How many, in all: --set epochs=."),
     inputs=(
-        str,
+        list[str],
         "Print the capacity of a model on shapes, noise, series or package.module:function (all "
-        "in one batch); with --set n, classes, size, context, channels, epochs, learning_rate, "
-        "model_kwargs, device, threads.",
+        "in one batch), and on each where it is given several times; with --set n, classes, size, "
+        "context, channels, epochs, learning_rate, model_kwargs, device, threads.",
     ),
+    enumerated=(bool, "With --inputs: take all labelings, 4096 at most, not three drawn ones."),
 )
 
 

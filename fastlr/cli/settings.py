@@ -9,6 +9,7 @@ from fastlr.errors import InputError
 
 if TYPE_CHECKING:
     from fastlr.experiments.runs.experiment import Driver
+    from fastlr.metrics import Measure
 
 # Options of the driver memorize that print_capacity knows.
 _OF_CAPACITY = {"n", "classes", "size", "context", "channels", "epochs", "learning_rate"}
@@ -45,13 +46,21 @@ def print_options(driver: Driver, preset: str | None, given: Mapping[str, Any]) 
         print(f"{key}={text}{choices}")
 
 
-def print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> None:
-    """Print how many bits of random labels on synthetic inputs a parameter of a model takes up."""
+def print_capacity(
+    model: str | None, kinds: list[str], given: dict[str, Any], *, enumerated: bool
+) -> None:
+    """Print how many bits of random labels a parameter of a model takes up.
+
+    Args:
+        model: Its name.
+        kinds: Of synthetic inputs, one measurement each.
+        given: Options of the driver memorize.
+        enumerated: Take all labelings.
+    """
     import torch
 
     from fastlr import memorization_capacity
     from fastlr.cli.options import inputs_of
-    from fastlr.display.tables import pm
     from fastlr.experiments.memorization.options import MemorizeOptions
     from fastlr.experiments.runs.experiment import choose_device
     from fastlr.models import load_model
@@ -62,23 +71,39 @@ def print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> Non
     if unfit:
         raise InputError(f"--inputs does not go with {', '.join(unfit)}")
     options = MemorizeOptions(**{"n": 1024, "size": 32, "epochs": 1000, **given})
-    source = inputs_of(inputs, options.size, options.context, options.channels)
+    sources = {
+        kind: inputs_of(kind, options.size, options.context, options.channels) for kind in kinds
+    }
     device = choose_device(options)
     torch.manual_seed(options.seed)
     net = load_model(model, num_classes=given.get("classes"), kwargs=options.model_kwargs)
-    found = memorization_capacity(
-        net.to(device),
-        source,
-        options.n,
-        steps=options.epochs,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    for kind, source in sources.items():
+        found = memorization_capacity(
+            net.to(device),
+            source,
+            options.n,
+            steps=options.epochs,
+            learning_rate=options.learning_rate,
+            enumerated=enumerated,
+            seed=options.seed,
+        )
+        _print_capacity_of(found, f"{options.n} {kind}, seed {options.seed}")
+
+
+def _print_capacity_of(found: Measure, what: str) -> None:
+    """Print a capacity, with its conclusion where there is one, and what it is of."""
+    from fastlr.display.tables import pm
+
     about = found.details
     share = "" if about["share"] is None else f", {100 * about['share']:.1f} % of the labels'"
-    value = pm(float(found), about["stderr"])
+    ceiling = "" if about["ceiling"] is None else f", ceiling {about['ceiling']:.1f} bits"
+    value = f"{float(found):.4g}"
+    if about["stderr"] is not None:  # of all labelings there is none
+        value = pm(float(found), about["stderr"])
     print(
-        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} "
-        "parameters"
+        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}{ceiling}, "
+        f"{about['parameters']:,} parameters"
     )
-    print(f"{found.definition}; {options.n} {inputs}, seed {options.seed}")
+    print(f"{found.definition}; {what}")
+    if about["conclusion"]:
+        print(about["conclusion"])

@@ -11,7 +11,7 @@ from fastlr.ghost import program
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.support_report import SupportReport
+from fastlr.ghost.support_report import SupportReport, shared_inputs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.recent import Recent
 
@@ -111,9 +111,11 @@ def support_report(
 
     Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind,
     sample axis, route, largest deviation from the exact gradients of three samples); the rows are
-    in ``.parameters``.
+    in ``.parameters``. Its notes name the inputs that all samples share.
     """
     with full_params(model):
         engine = engine_for(model, output, in_dim, out_dim)
         ledger = engine.prove(x)
-    return SupportReport.of(list(engine.parameters), ledger, engine.folding)
+        x = engine.view.inputs(x)
+        notes = shared_inputs(x, *engine.inputs_with_samples(x), in_dim)
+    return SupportReport.of(list(engine.parameters), ledger, engine.folding, notes)

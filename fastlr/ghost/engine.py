@@ -170,6 +170,17 @@ class Engine:
         self.run(x, generic_cotangent)
         return self.ledger
 
+    def inputs_with_samples(self, x: Any) -> tuple[int, list[int]]:
+        """Return the number of samples in the last call, and the places of inputs that carry them.
+
+        The places are those among its flattened inputs ``x``; the others are shared by all samples.
+        """
+        plan = self._plan
+        assert plan is not None  # there was a call
+        key = plan.count, input_shapes(x), plan.key.program, plan.key.shared_inputs
+        known = plan.flags.inputs_with_samples.get(key)
+        return plan.count, along(x, plan.count, self.view.in_dim) if known is None else known
+
     # -- again, where a pass has found something out
     # ----------------------------------------------------------------------------------------------
 

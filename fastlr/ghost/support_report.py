@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
+from torch import Tensor
+
 from fastlr.errors import few
+from fastlr.ghost.batch import along
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.torch_private import tree_flatten
 
 _COLUMNS = ("parameter", "node", "samples along", "route", "deviation")
 
@@ -64,8 +69,10 @@ class SupportReport:
     without_rows: tuple[str, ...] = ()
 
     @staticmethod
-    def of(names: list[str], ledger: Ledger, folding: Folding) -> SupportReport:
-        """Build the report of a ledger, and of what was folded in the last forward pass."""
+    def of(
+        names: list[str], ledger: Ledger, folding: Folding, of_inputs: Iterable[str]
+    ) -> SupportReport:
+        """Build the report of a ledger, of what was last folded, and of notes on inputs."""
         rows = []
         for name in names:
             p = ledger.parameters[name]
@@ -76,7 +83,7 @@ class SupportReport:
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         blocks = folding.blocks
-        notes = list(dict.fromkeys(ledger.notes))
+        notes = [*dict.fromkeys(ledger.notes), *of_inputs]
         if blocks.why_no_call_is_replaced:
             notes.append(
                 f"only convolutions and norms are folded: {blocks.why_no_call_is_replaced}"
@@ -184,6 +191,30 @@ class SupportReport:
             for reason, names in by_reason.items():
                 lines.append(f"not folded ({reason}): {few(names, 2)}")
         return lines
+
+
+def shared_inputs(x: Any, count: int, carriers: Collection[int], in_dim: int) -> Iterator[str]:
+    """Yield what is to be said of each input tensor that all samples share.
+
+    Args:
+        x: the inputs.
+        count: number of samples.
+        carriers: places among the flattened inputs of those that carry samples.
+        in_dim: axis along which they do.
+    """
+    named = x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, tuple) else [x])
+    names = {id(value): f"input {key}" for key, value in named}
+    look_batched = along(x, count, in_dim)
+    for i, leaf in enumerate(tree_flatten(x)[0]):
+        if not isinstance(leaf, Tensor) or i in carriers:
+            continue
+        text = f"{names.get(id(leaf), 'an input')} {list(leaf.shape)} is shared by all samples"
+        if i in look_batched:
+            text += (
+                ", though it has as many rows: what one sample gives depends on all of them, as in "
+                "f(x) @ g(y).T (CLIP's logits_per_image), and in an estimate on its batch_size"
+            )
+        yield f"{text}; values hold for this one alone"
 
 
 def _fit(text: str, width: int) -> str:

@@ -10,9 +10,9 @@ hooks, random states). Each returns a `Measure`: a float that carries the name o
   them all from one forward pass.
 - `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch
   gradient.
-- `trainability`: how far a copy gets on random labels; `curvature_rank`: of the Gauss-Newton matrix
-  on a few inputs.
-- `measures`: any of those above but the last two by name, in as few passes as they need.
+- `trainability`: how far a copy gets on random labels; `curvature_rank` and `ntk_rank`: of the
+  Gauss-Newton matrix and of the neural tangent kernel on a few inputs.
+- `measures`: any of those above by name, in as few passes as they need.
 """
 
 from fastlr.metrics.activations import (
@@ -23,7 +23,7 @@ from fastlr.metrics.activations import (
 )
 from fastlr.metrics.compute import measures
 from fastlr.metrics.gradients import gradient_measures, train_grad_norm
-from fastlr.metrics.probes import curvature_rank, trainability
+from fastlr.metrics.probes import curvature_rank, ntk_rank, trainability
 from fastlr.metrics.value import Measure
 from fastlr.metrics.weights import distance_from_init, weight_norm
 
@@ -37,6 +37,7 @@ __all__ = [
     "feature_rank",
     "gradient_measures",
     "measures",
+    "ntk_rank",
     "train_grad_norm",
     "trainability",
     "weight_norm",

@@ -19,13 +19,14 @@ from fastlr.metrics.gradients import (
     gradient_noise_scale,
 )
 from fastlr.metrics.gradients import MEASURES as GRADIENTS
-from fastlr.metrics.probes import curvature_rank, trainability
+from fastlr.metrics.probes import curvature_rank, ntk_rank, trainability
 from fastlr.metrics.value import Measure, check_known
 from fastlr.metrics.weights import OF_PARAMETERS, distance_from_init
 from fastlr.ops.model_lock import locks_model
 
-NOISE_SCALE, TRAINABILITY, CURVATURE = "gradient_noise_scale", "trainability", "curvature_rank"
-MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS, NOISE_SCALE, TRAINABILITY, CURVATURE)
+NOISE_SCALE, TRAINABILITY = "gradient_noise_scale", "trainability"
+RANKS = {"curvature_rank": curvature_rank, "ntk_rank": ntk_rank}
+MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS, NOISE_SCALE, TRAINABILITY, *RANKS)
 
 
 @locks_model
@@ -48,13 +49,14 @@ def measures(
     One forward pass serves all measures of activations and the norm of the batch gradient, whose
     backward pass goes back over it; the norms of the samples' gradients take a forward and a
     backward pass of their own. So does each of "gradient_noise_scale", "trainability" (which trains
-    a copy) and "curvature_rank" (which goes back once a sample).
+    a copy), "curvature_rank" (which goes back once a sample) and "ntk_rank" (once a sample and
+    output).
 
     Args:
         model: any nn.Module.
         names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures`
-            and of `gradient_measures`, "gradient_noise_scale", "trainability" and
-            "curvature_rank", with their default options but for ``tau`` and ``repeats``.
+            and of `gradient_measures`, "gradient_noise_scale", "trainability", "curvature_rank"
+            and "ntk_rank", with their default options but for ``tau`` and ``repeats``.
         x: real inputs, for the measures of activations and gradients.
         y: their labels, for those of gradients.
         loss: as for `train_grad_norm`, for those of gradients.
@@ -82,7 +84,7 @@ def measures(
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
     axes = {"in_dim": in_dim, "out_dim": out_dim}
-    _refuse_other_axes([name for name in names if name in (TRAINABILITY, CURVATURE)], **axes)
+    _refuse_other_axes([name for name in names if name in (TRAINABILITY, *RANKS)], **axes)
     results: dict[str, Measure] = {}
     for name in names:
         if name == "distance_from_init":
@@ -114,8 +116,8 @@ def measures(
         results[NOISE_SCALE] = gradient_noise_scale(model, x, y, loss, output=output, **axes)
     if TRAINABILITY in names:
         results[TRAINABILITY] = trainability(model, x, repeats=repeats, output=output)
-    if CURVATURE in names:
-        results[CURVATURE] = curvature_rank(model, x, output=output)
+    for name in RANKS.keys() & set(names):
+        results[name] = RANKS[name](model, x, output=output)
     return {name: results[name] for name in names}
 
 

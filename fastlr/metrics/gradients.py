@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import FastlrWarning, InputError, NonFiniteError
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of
@@ -209,8 +210,9 @@ def gradient_noise_scale(
 
     Returns:
         Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are
-        needed). ``details``: "n", "stderr" (None where it cannot be told), "trace" and
-        "grad_sq_norm", the two estimates, in loss^2 / weight^2, and "reason" where it is inf.
+        needed), with a warning that says so. ``details``: "n", "stderr" (None where it cannot be
+        told), "trace" and "grad_sq_norm", the two estimates, in loss^2 / weight^2, and "reason"
+        where it is inf.
 
     Raises:
         InputError: fewer than two groups, or fewer samples than two for each. Others: as for
@@ -248,9 +250,10 @@ def gradient_noise_scale(
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
     details: dict[str, Any] = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
     if square <= 0:
-        details["reason"] = (
+        details["reason"] = reason = (
             f"the mean gradient of {n} samples cannot be told from zero: more samples are needed"
         )
+        warnings.warn(f"gradient_noise_scale is inf: {reason}", FastlrWarning, stacklevel=3)
     definition = (
         "gradient noise scale: trace of the gradients' covariance over the squared norm of their "
         "mean, eval mode"

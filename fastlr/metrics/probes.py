@@ -30,6 +30,7 @@ from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
 _FUSED = ("cpu", "cuda")  # where all steps of AdamW on real parameters are one kernel
+_NEARLY_ALL = 0.9  # of the labels' bits: from there on they are the limit, not the model
 _APART = 20  # the seeds of repeats are 2^20 apart, so that neighbouring seeds share no labels
 
 
@@ -130,8 +131,9 @@ def memorization_capacity(
     (fair coins, standard normal targets), P_fit a copy after ``steps`` steps of AdamW (weight decay
     0) on all n inputs at once in train mode, its likelihood in eval mode (a target that is fitted
     to the last digit of float32 counts 23 bits). A lower bound of what the model could take up: it
-    grows with n (the share of all bits tells whether there were enough) and with the steps. `fastlr
-    memorize` trains in batches, for as long as it takes, with checkpoints.
+    grows with n (the share of all bits tells whether there were enough; from 0.9 on "conclusion"
+    says that there were not) and with the steps. `fastlr memorize` trains in batches, for as long
+    as it takes, with checkpoints.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
@@ -150,9 +152,10 @@ def memorization_capacity(
     Returns:
         Measure in bits a parameter, 0 or less where nothing is memorised; ``details``: "n",
         "parameters", "bits", "stderr" (of the value; None for one repeat or all labelings), "share"
-        of the labels' bits (None for a Gaussian), and "ceiling", in bits: ``log2 sum over y^n of
-        P_fit(y^n | x^n)``, the worst-case redundancy on these inputs as far as the fits reach it,
-        which no gain exceeds (None unless enumerated).
+        of the labels' bits (None for a Gaussian), "conclusion" where that is nearly all (else
+        None), and "ceiling", in bits: ``log2 sum over y^n of P_fit(y^n | x^n)``, the worst-case
+        redundancy on these inputs as far as the fits reach it, which no gain exceeds (None unless
+        enumerated).
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
@@ -204,12 +207,14 @@ def memorization_capacity(
         ceiling = float(torch.logsumexp(-nats, 0)) / math.log(2)
     elif len(fits) > 1:
         stderr = float(gains.std() / len(fits) ** 0.5 / parameters)
+    share = value / whole if whole else None
     details = {
         "n": fits[0].n,
         "parameters": parameters,
         "bits": value,
         "stderr": stderr,
-        "share": value / whole if whole else None,
+        "share": share,
+        "conclusion": too_few(share),
         "ceiling": ceiling,
     }
     definition = (
@@ -217,6 +222,16 @@ def memorization_capacity(
         f"{learning_rate:g}"
     )
     return Measure(value / parameters, definition, details)
+
+
+def too_few(share: float | None) -> str | None:
+    """Say that samples were too few to tell a capacity, by the share taken up of labels' bits."""
+    if share is not None and share >= _NEARLY_ALL:
+        return (
+            "nearly all bits of the labels were taken up: n was too small for this network to show "
+            "what it can hold; raise n"
+        )
+    return None
 
 
 class _Fit(NamedTuple):
@@ -406,9 +421,7 @@ def curvature_rank(
         >>> 1 <= fastlr.metrics.curvature_rank(model, torch.randn(12, 8)) <= 12
         True
     """
-    if not 0 < delta < 1:
-        raise InputError(f"delta={delta}: give a number above 0 and below 1")
-    view = ModelView.of(model, output)
+    view = _rank_view(model, delta, output)
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
@@ -420,16 +433,98 @@ def curvature_rank(
         )
         assert isinstance(v, Tensor)
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
-        grads = sample_gradients(z, list(view.parameters.values()), unit)
-    flat = (g.double().flatten(1) for g in grads if g is not None)
+        products = _products(view, z, unit)
     roots = factors.sqrt()
-    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(roots, roots)  # [n, n]
-    if not products.isfinite().all():
-        raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
-    values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)
-    rank = effective_rank(values, delta)
     definition = (
         "curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make "
         f"up {1 - delta:g}"
     )
-    return Measure(rank, definition, {"n": n, "trace": float(values.sum()) / n})
+    return _kernel_rank(products * torch.outer(roots, roots), delta, definition)
+
+
+@locks_model
+def ntk_rank(
+    model: nn.Module, x: Any, *, delta: float = 0.01, output: OutputSelector = None
+) -> Measure:
+    """Return the effective rank of the neural tangent kernel on n inputs.
+
+    It is the smallest k whose k largest eigenvalues make up 1 - delta of their sum.
+
+    The kernel is the n x n matrix ``K_ab = sum over outputs o of <J_ao, J_bo>``, with ``J_ao`` the
+    gradient of output o of input a with respect to the trainable parameters; of a model whose
+    outputs have positions, each element is an output. It says in how many directions a step can
+    move the outputs on these inputs.
+
+    `curvature_rank` weighs each input's outputs by the Fisher matrix of the predictive
+    distribution: what a confident network answers counts little there, and it draws one direction
+    of the outputs for each input. Here all outputs count alike whatever the network predicts, no
+    predictive distribution is needed, and nothing is drawn. Where the output is one number with a
+    Gaussian they are equal.
+
+    Args:
+        model: any nn.Module whose samples do not interact in eval mode; looked at as for
+            `fastlr.redundancy_loss`.
+        x: inputs of n samples on axis 0, some tens, without padding: n backward passes for each
+            output, and the memory of n gradients.
+        delta: share of the sum of the eigenvalues that is left out, above 0 and below 1.
+        output: picks the output tensor from what the model returns.
+
+    Returns:
+        Measure, from 1 to n (0 for gradients of zero); ``details``: "n" and "trace", the mean over
+        inputs of ``sum over o of ||J_ao||^2``.
+
+    Raises:
+        InputError: arguments that are wrong. NonFiniteError: a gradient is not finite. Others: as
+            for `fastlr.estimate`.
+
+    Source: the kernel, Jacot et al. 2018 (arXiv:1806.07572), its trace over the outputs; the rank,
+    srank of Kumar et al. 2021 (arXiv:2010.14498).
+
+    Example:
+        >>> import torch, fastlr
+        >>> layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+        >>> model = torch.nn.Sequential(*layers)
+        >>> 1 <= fastlr.metrics.ntk_rank(model, torch.randn(12, 8)) <= 12
+        True
+    """
+    view = _rank_view(model, delta, output)
+    x = view.inputs(x)
+    refuse_padding(x)
+    with as_it_was(view.module, view.device):
+        refuse_interaction(view, x)
+        z = view.forward(x)
+        kernel = torch.zeros((), dtype=torch.float64, device=z.device)
+        for number in range(z[0].numel()):
+            one = z.new_zeros(z.shape)
+            one.view(len(z), -1)[:, number] = 1
+            kernel = kernel + _products(view, z, one)
+    definition = (
+        "NTK rank: smallest k whose k largest eigenvalues of the neural tangent kernel make up "
+        f"{1 - delta:g}"
+    )
+    return _kernel_rank(kernel, delta, definition)
+
+
+def _rank_view(model: nn.Module, delta: float, output: OutputSelector) -> ModelView:
+    """Return the view of a model of which a rank is taken, unless delta is no share."""
+    if not 0 < delta < 1:
+        raise InputError(f"delta={delta}: give a number above 0 and below 1")
+    return ModelView.of(model, output)
+
+
+def _products(view: ModelView, z: Tensor, v: Tensor) -> Tensor:  # [n, n], float64
+    """Return the products of the samples' gradients of <z_b, v_b>, those of all pairs."""
+    grads = sample_gradients(z, list(view.parameters.values()), v)
+    flat = (g.double().flatten(1) for g in grads if g is not None)
+    return torch.stack([g @ g.T for g in flat]).sum(0)
+
+
+def _kernel_rank(kernel: Tensor, delta: float, definition: str) -> Measure:
+    """Return the effective rank of the matrix of products of n samples' gradients."""
+    if not kernel.isfinite().all():
+        raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
+    values = torch.linalg.eigvalsh(kernel).flip(0).clamp_min(0)
+    n = len(values)
+    return Measure(
+        effective_rank(values, delta), definition, {"n": n, "trace": float(values.sum()) / n}
+    )

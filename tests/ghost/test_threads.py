@@ -81,6 +81,7 @@ def test_kinds_of_measures_of_one_model():
         "weights": lambda m: float(fastlr.metrics.weight_norm(m)),
         "distance": lambda m: float(fastlr.metrics.distance_from_init(m, start)),
         "curvature": lambda m: float(fastlr.metrics.curvature_rank(m, x)),
+        "kernel": lambda m: float(fastlr.metrics.ntk_rank(m, x)),
         "trainability": lambda m: float(fastlr.metrics.trainability(m, x, steps=3, repeats=2)),
     }
     model.eval()

@@ -46,6 +46,8 @@ EVERY_INTERVENTION = {
     "l2_init": 0.01,
     "cbp_rate": 0.1,
     "cbp_maturity": 2,
+    "redo_every": 3,
+    "spectral": 0.01,
     "replay_images": 9,
     "ewc": 3.0,
     "ewc_images": 5,

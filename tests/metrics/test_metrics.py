@@ -346,6 +346,7 @@ def test_measures_that_try_the_model_out_are_those_by_themselves():
         "trainability": metrics.trainability(model, x, repeats=1),
         "gradient_noise_scale": fastlr.gradient_noise_scale(model, x, y, entropy_loss),
         "curvature_rank": metrics.curvature_rank(model, x),
+        "ntk_rank": metrics.ntk_rank(model, x),
     }
     with untouched(model):
         found = metrics.measures(model, list(apart), x=x, y=y, loss=entropy_loss, repeats=1)
@@ -354,7 +355,7 @@ def test_measures_that_try_the_model_out_are_those_by_themselves():
         assert found[name].to_dict() == measure.to_dict()  # to the bit
 
 
-@mark.parametrize("name", ["trainability", "curvature_rank"])
+@mark.parametrize("name", ["trainability", "curvature_rank", "ntk_rank"])
 def test_measures_of_samples_along_axis_0_refuse_other_axes(name):
     with refused(f"{name} takes samples along axis 0 only"):
         metrics.measures(made(PlainCNN), [name], x=data(PlainCNN), in_dim=1)

@@ -107,6 +107,7 @@ CALLS = [
     (InputError, "give a fastlr.Categorical", lambda: of_small(predictive=fastlr.Categorical)),
     (NonFiniteError, r"learning_rate=1e\+30", lambda: of_small(learning_rate=1e30)),
     (InputError, "delta=1", lambda: curvature_rank(SMALL, ROWS, delta=1)),
+    (InputError, "delta=0", lambda: fastlr.metrics.ntk_rank(SMALL, ROWS, delta=0)),
     (
         InputError,
         "more than 4096 labelings of 7 labels",

@@ -1,4 +1,4 @@
-"""Noise scale, trainability and curvature rank against their definitions."""
+"""Noise scale, trainability, curvature and NTK rank against their definitions."""
 
 import copy
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from exact import gradients
-from expected import refused
+from expected import refused, warned
 from pytest import approx, mark, raises
 from single_samples import Written
 from torch import nn
@@ -16,7 +16,7 @@ from untouched import untouched
 import fastlr
 from fastlr import memorization_capacity
 from fastlr.errors import InteractionError, ModelError, NonFiniteError
-from fastlr.metrics import curvature_rank, probes, trainability
+from fastlr.metrics import curvature_rank, ntk_rank, probes, trainability
 
 
 def two_layers(outputs=3, act=nn.Tanh):
@@ -67,10 +67,16 @@ def test_its_standard_error_covers_the_truth(double):
 def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
     model = nn.Linear(3, 1)
     x = torch.randn(8, 3)
-    far = fastlr.gradient_noise_scale(
-        model, x, model(x).detach() + torch.tensor([1.0, -1.0] * 4)[:, None], F.mse_loss, groups=2
-    )
-    assert far.details["stderr"] is None or far > 0
+    opposed = torch.cat([x, x])
+    errors = torch.tensor([[1.0], [-1.0]]).repeat_interleave(8, 0)  # whose gradients cancel
+    told = "the mean gradient of 16 samples cannot be told from zero: more samples are needed"
+    with warned(f"gradient_noise_scale is inf: {told}"):
+        scale = fastlr.gradient_noise_scale(
+            model, opposed, model(opposed).detach() + errors, F.mse_loss, groups=2
+        )
+    assert scale == math.inf
+    assert scale.details["reason"] == told
+    assert scale.details["stderr"] is None
     with raises(NonFiniteError):
         fastlr.gradient_noise_scale(model, x * 1e160, torch.zeros(8, 1), F.mse_loss, groups=2)
     for groups in (1, 5):
@@ -202,13 +208,54 @@ def test_small_curvature_keeps_its_rank():
     assert curvature_rank(model.double(), x.double()) > 1
 
 
-def test_samples_that_interact_have_no_curvature_rank():
+@mark.parametrize("rank", [curvature_rank, ntk_rank])
+def test_samples_that_interact_have_no_rank(rank):
     class Centred(nn.Linear):
         def forward(self, x):
             return super().forward(x) - super().forward(x).mean(0)
 
     with raises(InteractionError):
-        curvature_rank(Centred(5, 2), torch.randn(6, 5))
+        rank(Centred(5, 2), torch.randn(6, 5))
+
+
+# -- NTK rank
+# --------------------------------------------------------------------------------------------------
+
+
+def pixels():
+    """A network with an output for each pixel, in another layout than its shape says."""
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 2, 2)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+@mark.parametrize(("make", "shape"), [(two_layers, (7, 5)), (pixels, (6, 2, 5, 5))])
+@mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_is_that_of_a_backward_pass_for_each_sample_and_output(make, shape, dtype):
+    torch.manual_seed(0)
+    model, x = make().to(dtype), torch.randn(shape, dtype=dtype)
+    exact = copy.deepcopy(model).double().eval()
+    z = exact(x.double())
+    rows = gradients(exact, z.reshape(-1)).view(len(x), z[0].numel(), -1)
+    values = torch.linalg.eigvalsh(torch.einsum("aop,bop->ab", rows, rows)).flip(0)
+    for delta in (0.5, 0.1, 0.01):
+        sums = values.cumsum(0) / values.sum()
+        with untouched(model):
+            measure = ntk_rank(model, x, delta=delta)
+        assert measure == int((sums < 1 - delta).sum()) + 1
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    assert measure.details["trace"] == approx(float(values.sum()) / len(x), rel=tolerance)
+    assert measure.details["n"] == len(x)
+
+
+def test_the_kernel_does_not_see_how_sure_the_network_is():
+    torch.manual_seed(0)
+    model, x = two_layers(3), torch.randn(12, 5)
+    unsure = ntk_rank(model, x)
+    with torch.no_grad():
+        model[2].bias[0] += 70.0
+    assert ntk_rank(model, x).to_dict() == unsure.to_dict()
+    one, gaussian = two_layers(1), fastlr.Gaussian()
+    assert ntk_rank(one, x) == curvature_rank(one, x, predictive=gaussian) > 1
 
 
 # -- memorization capacity
@@ -238,9 +285,11 @@ def test_capacity_stops_at_what_the_model_can_hold():
         for n in (16, 400)
     )
     assert few.details["share"] > 0.95
+    assert few.details["conclusion"].endswith("raise n")
     assert few.details["bits"] <= 32
     assert few.details["n"] == 16
     assert many.details["share"] < 0.9
+    assert many.details["conclusion"] is None
     assert many.details["stderr"] > 0
     labels = memorization_capacity(
         small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0

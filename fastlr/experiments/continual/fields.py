@@ -70,6 +70,7 @@ FIELDS |= by_name(
     ),
     Field("trainability", "trainability", unit="share of a guess's loss", metric="trainability"),
     Field("curvature_rank", "curvature rank", unit="rank", metric="curvature_rank"),
+    Field("ntk_rank", "NTK rank", unit="rank", metric="ntk_rank"),
 )
 for _name, _measure in OF_PARAMETERS.items():
     if _name not in FIELDS:

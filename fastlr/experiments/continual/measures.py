@@ -25,8 +25,9 @@ from fastlr.inputs import Inputs
 from fastlr.metrics.weights import OF_PARAMETERS
 
 # Each takes passes of its own; other measures of images share one.
-_OWN_PASSES = ("train_grad_norm", "gradient_noise_scale", "trainability", "curvature_rank")
-_FEW = 64  # images of the curvature rank, which holds a gradient of each
+_OF_FEW = ("curvature_rank", "ntk_rank")
+_OWN_PASSES = ("train_grad_norm", "gradient_noise_scale", "trainability", *_OF_FEW)
+_FEW = 64  # images of these ranks, which hold a gradient of each
 _LR = (
     "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
     "eval mode"
@@ -184,7 +185,7 @@ class Measurer:
             found = metrics.measures(model, metric_names, init_state=self.initial)
         else:
             x, y = boundary.images()
-            if names == ["curvature_rank"]:
+            if names[0] in _OF_FEW:
                 x, y = x[:_FEW], y[:_FEW]
             with self.trainer.autocast():
                 found = metrics.measures(

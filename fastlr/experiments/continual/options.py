@@ -139,8 +139,8 @@ class ContinualOptions(TrainingOptions):
             if self.dtype == "bf16-weights" and intervention.keeps_running_means:
                 name = next(iter(intervention.options))
                 raise InputError(
-                    f"{name} keeps running means of which bfloat16 would lose most: choose "
-                    f"dtype=bf16, or {name}=0"
+                    f"{name} keeps running means or counters of which bfloat16 would lose most: "
+                    f"choose dtype=bf16, or {name}=0"
                 )
 
     @property

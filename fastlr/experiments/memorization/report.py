@@ -35,6 +35,7 @@ from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.statistics.seeds import mean_over_seeds
 from fastlr.experiments.training.options import training_text
+from fastlr.metrics.probes import too_few
 from fastlr.models.patchtst import size_beside_the_papers
 
 _LINES, _SHOWN = 13, 4  # rows of a table over epochs; runs that have one in the terminal
@@ -134,7 +135,8 @@ def _numbers_of(run: MemorizationRun) -> dict[str, Any]:
 def findings(runs: Sequence[MemorizationRun]) -> list[str]:
     """Say how many bits per parameter the runs have memorised, beside the paper's figure.
 
-    Say also how much they gained in the last tenth of the epochs: whether they could take up more.
+    Say also how much they gained in the last tenth of the epochs: whether they could take up more,
+    and where it is the labels that had no more.
     """
     sentences = []
     for group in alike(runs):
@@ -147,9 +149,10 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
         late = ""
         if len(gains):
             late = f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs"
+        conclusion = too_few(max(number(run.last.get("share_of_ceiling")) for run in group))
         sentences.append(
             f"{first.name}: {mean.value:.3f}{of_seeds} bits a parameter of {kind.label}{late}; "
-            f"the paper has {kind.paper}."
+            f"the paper has {kind.paper}{f'; {conclusion}' if conclusion else ''}."
         )
     return sentences
 

@@ -140,6 +140,11 @@ def _random_message(model: nn.Module) -> str:
 def _interaction_message(trial: Trial, relative: float) -> str:
     """Name the first module whose output for sample 0 changes when the other samples do."""
     message = "samples of the batch interact: what one gives depends on the others"
+    if _gives_more_in_a_larger_batch(trial):
+        return (
+            f"{message}, of whom it has an output each, as in f(x) @ g(x).T. Give what all samples "
+            "are compared with as an input of its own, which they then share"
+        )
     name = _first_changed_module(trial, relative)
     if name is None:
         return f"{message}. Make the forward pass work on each sample alone"
@@ -148,6 +153,16 @@ def _interaction_message(trial: Trial, relative: float) -> str:
     if module.training and "Norm" in type(module).__name__:
         return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
     return f"{message}. Make it work on each sample alone"
+
+
+def _gives_more_in_a_larger_batch(trial: Trial) -> bool:
+    """Return True if a sample's output has more elements in a batch of twice the samples."""
+    try:
+        with torch.no_grad():
+            once, twice = (trial.run([*trial.all] * times).numel() for times in (1, 2))
+    except FAILURES:  # the model may take no other batch
+        return False
+    return twice > 2 * once
 
 
 def _first_changed_module(trial: Trial, relative: float) -> str | None:

@@ -82,6 +82,7 @@ def started(store, network=None, **settings):
             "head_reset": True,
             "measures": ("local_redundancy_next_task",),
         },
+        {"redo_every": 3, "redo_threshold": 0.95, "spectral": 0.1, "spectral_power": 1},
         {"redundancy_floor": 1e6, "floor_images": 3},
         {"redundancy_floor": 1e6, "floor_images": 3, "dtype": "bf16-weights"},
     ],
@@ -97,12 +98,16 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path, images, settings):
     for line in records[1:]:
         assert set(line["interventions"]) <= {
             "continual_backprop",
+            "redo",
+            "spectral",
             "replay",
             "ewc",
             "reset",
             "redundancy_floor",
         }
         assert all(line["interventions"].values())
+    if "redo_threshold" in settings:
+        assert any(line["interventions"]["redo"]["replaced"] for line in records[1:])
 
 
 def test_a_skipped_task_leaves_no_trace_in_them(store):

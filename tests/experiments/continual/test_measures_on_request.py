@@ -11,6 +11,7 @@ ON_REQUEST = (
     "trainability",
     "gradient_noise_scale",
     "curvature_rank",
+    "ntk_rank",
 )
 FEW = {"tasks": 3, "epochs": 2, "redundancy_n": 32, "measure_images": 32}
 

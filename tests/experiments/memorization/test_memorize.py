@@ -410,12 +410,26 @@ def test_the_command(tmp_path, cli):
 
 def test_the_command_prints_the_capacity_of_a_model_of_ones_own(cli):
     small = as_arguments({"n": 8, "size": 8, "epochs": 60, "classes": 2, "learning_rate": 0.01})
-    first, second = cli("memorize continual_cases:net --inputs noise", *small).out.splitlines()
-    assert " bits a parameter: 8 bits, " in first
-    assert "% of the labels'" in first
-    assert "8 noise, seed 0" in second
+    both = "memorize continual_cases:net --inputs noise --inputs shapes"
+    lines = cli(both, *small).out.splitlines()
+    for first, _, third in (lines[:3], lines[3:]):
+        assert " bits a parameter: 8 bits, " in first
+        assert "% of the labels'" in first
+        assert third.endswith("n was too small for this network to show what it can hold; raise n")
+    assert "8 noise, seed 0" in lines[1]
+    assert "8 shapes, seed 0" in lines[4]
+    assert lines[:3] == cli("memorize continual_cases:net --inputs noise", *small).out.splitlines()
+    few = as_arguments({"n": 3, "size": 8, "epochs": 2, "classes": 2})
+    all_labels = cli("memorize continual_cases:net --inputs noise --enumerated", *few).out
+    torch.manual_seed(0)
+    found = fastlr.memorization_capacity(
+        net(), fastlr.NoiseImages((3, 8, 8)), 3, steps=2, enumerated=True
+    )
+    assert f"ceiling {found.details['ceiling']:.1f} bits" in all_labels
+    assert "raise n" not in all_labels
     for arguments, words in (
         ("--inputs noise", "--inputs wants a model"),
+        ("continual_cases:net --enumerated", "--enumerated goes with --inputs"),
         ("continual_cases:net --inputs fog", "choose shapes, noise, series"),
         ("continual_cases:net --inputs noise --set dtype=bf16", "does not go with dtype"),
         ("continual_cases:net --inputs noise --out x", "prints the result"),

@@ -144,6 +144,14 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
         read_memorization_runs([tmp_path / "again", tmp_path / "seeds"])
 
 
+def test_a_run_that_has_taken_up_all_labels_concludes_that_they_were_too_few(tmp_path):
+    for share, is_said in ((0.98, True), (0.5, False), (math.nan, False)):
+        run = MemorizationRun.read(write_run(tmp_path / f"{share}"))
+        run.last["share_of_ceiling"] = share
+        (sentence,) = findings([run])
+        assert sentence.endswith("can hold; raise n.") == is_said
+
+
 def test_the_report_on_the_command_line(tmp_path, cli):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", kind="series")

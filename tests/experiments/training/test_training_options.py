@@ -108,10 +108,10 @@ def test_it_is_what_plain_torch_does_with_a_bfloat16_model(images):
     assert_same(learner.model.state_dict(), model.state_dict())
 
 
-@mark.parametrize("name", ["ewc", "cbp_rate"])
+@mark.parametrize("name", ["ewc", "cbp_rate", "redo_every"])
 def test_what_keeps_running_means_needs_float32(name):
     with refused(f"{name} keeps running means .*: choose dtype=bf16, or {name}=0"):
-        ContinualOptions(dtype="bf16-weights", **{name: 0.5})
+        ContinualOptions(dtype="bf16-weights", **{name: 1})
 
 
 # -- several processes

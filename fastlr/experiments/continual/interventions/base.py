@@ -81,7 +81,7 @@ class Intervention:
         options: The run's options that it declares, and the attribute that each becomes.
         counts_steps_by_weight: It sets single weights back, so that Adam has to count the steps of
             each (`fastlr.experiments.continual.interventions.unit_adamw.UnitAdamW`).
-        keeps_running_means: Of which bfloat16 weights would lose most.
+        keeps_running_means: Or counters, of which bfloat16 weights would lose most.
         trainer: The owner of the model and optimiser.
     """
 

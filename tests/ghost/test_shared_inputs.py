@@ -1,0 +1,71 @@
+"""What the report says of inputs that all samples share, and of outputs that are of all of them."""
+
+import torch
+from expected import refused
+from pytest import mark
+from single_samples import Written
+from torch import nn
+
+import fastlr
+from fastlr.errors import InteractionError
+
+X, Y, FEW = torch.randn(8, 4), torch.randn(8, 6), torch.randn(5, 6)
+
+
+def towers(forward):
+    return Written(forward, f=nn.Linear(4, 3), g=nn.Linear(6, 3)).eval()
+
+
+def notes(forward, x, **options):
+    return fastlr.support_report(towers(forward), x, **options).notes
+
+
+def context(m, x, y):
+    return m.f(x) + m.g(y).mean(0)
+
+
+def logits(m, x, y):
+    return m.f(x) @ m.g(y).T
+
+
+def clip(m, x, y):
+    z = logits(m, x, y)
+    return {"logits_per_image": z, "logits_per_text": z.T}
+
+
+@mark.parametrize("forward", [context, logits])
+def test_an_input_of_another_size_is_shared(forward):
+    said = ("input 1 [5, 6] is shared by all samples; values hold for this one alone",)
+    assert notes(forward, (X, FEW)) == said
+    named = notes(forward, {"x": X, "y": FEW})
+    assert named == (said[0].replace("input 1", "input y"),)
+
+
+@mark.parametrize("forward", [context, logits])
+@mark.parametrize("n", [2, 8])
+def test_an_input_of_as_many_rows_is_shared_where_each_output_is_of_all_of_them(forward, n):
+    model, x = towers(forward), (X[:n], Y[:n])
+    for _ in range(2):  # proven, and known
+        (note,) = fastlr.support_report(model, x).notes
+        assert note.startswith(f"input 1 [{n}, 6] is shared by all samples, though it has as many")
+        assert "CLIP's logits_per_image" in note
+
+
+@mark.parametrize(
+    ("output", "shared"), [("logits_per_image", "input y"), ("logits_per_text", "input x")]
+)
+def test_of_clip_it_is_the_other_kind_of_input(output, shared):
+    (note,) = notes(clip, {"x": X, "y": Y}, output=output)
+    assert note.startswith(shared)
+
+
+def test_inputs_that_carry_samples_have_no_note():
+    assert notes(lambda m, x, y: m.f(x) + m.g(y), (X, Y)) == ()
+    assert notes(lambda m, x: m.g(m.f(x).repeat(1, 2)), X) == ()
+
+
+def test_products_of_each_sample_with_every_other_are_named():
+    with refused(r"of whom it has an output each, as in f\(x\) @ g\(x\)\.T", InteractionError):
+        notes(lambda m, x: m.f(x) @ m.f(x.flip(1)).T, X)
+    with refused("on the others. Make", InteractionError):
+        notes(lambda m, x: m.f(x) - m.f(x).mean(0), X)
