@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from threading import Timer
 from typing import Any, NamedTuple
@@ -298,12 +299,16 @@ def inputs_hash(inputs: Any, used: int, seed: int) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of fastlr, torch and Python."""
-    try:
-        fastlr_version = version("fastlr")
-    except PackageNotFoundError:
-        fastlr_version = "not installed"
     return {
-        "fastlr": fastlr_version,
+        "fastlr": _version_of_fastlr(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+@cache  # it is read from a file
+def _version_of_fastlr() -> str:
+    try:
+        return version("fastlr")
+    except PackageNotFoundError:
+        return "not installed"
