@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastlr.ghost import program
 from fastlr.ops.model_lock import all_modules
-from fastlr.ops.torch_private import stop_allocating_from
+from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
 # Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
 WARM_UP = 2
@@ -64,6 +64,9 @@ class CudaRecorder:
             torch.cuda.current_stream().wait_stream(side)
             before = torch.cuda.current_stream()
             _capture_with_own_generator(self.graph)
+            # So that captured products have workspaces of the graph's pool: those of the warm-up
+            # may be given to others while the graph goes on writing there.
+            forget_cublas_workspaces()
             try:
                 # thread_local: a thread that loads the next task may allocate meanwhile
                 with torch.cuda.graph(
@@ -77,6 +80,8 @@ class CudaRecorder:
                 with suppress(RuntimeError):
                     stop_allocating_from(self.pool, before.device_index)
                 raise
+            finally:
+                forget_cublas_workspaces()
 
     def replay(self) -> None:
         """Launch the graph on the device's current stream."""

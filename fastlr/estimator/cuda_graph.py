@@ -28,7 +28,7 @@ from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
 from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
 from fastlr.ghost.verification.noise import Noise
-from fastlr.ops.deferred_checks import gathered
+from fastlr.ops.deferred_checks import gathered, out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
 CHANGED = "the model's modules or memory changed"
@@ -257,7 +257,8 @@ class Replays:
     def run(self, start: int, stop: int, whole: int) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.
 
-        None where the chunk must be run as it is.
+        None where the chunk must be run as it is. Where memory runs out at a capture, graphs are
+        released and the error is raised, for a smaller chunk.
 
         A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the
         inputs before it, real ones, so that checks and audits may look at them; their norms are
@@ -287,6 +288,9 @@ class Replays:
             Rerouted,
             ShapeChanged,
         ) as error:  # a capture that fails leaves the model as it was
+            if out_of_memory(error):
+                self.release()
+                raise
             self.drop(
                 f"{type(error).__name__}: "
                 f"{str(error).splitlines()[0][:200] if str(error) else 'other shapes'}"
@@ -344,7 +348,11 @@ class Replays:
             self.paused = False
 
     def drop(self, reason: str) -> None:
-        """Release the graphs and their memory."""
+        """Release the graphs, and say why."""
+        self.release()
+        self.note = f"CUDA graph dropped: {reason}"
+
+    def release(self) -> None:
+        """Give back the graphs' memory; a later measurement captures them anew."""
         self.held.clear()
         self.used.clear()
-        self.note = f"CUDA graph dropped: {reason}"

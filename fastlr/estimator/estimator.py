@@ -121,6 +121,13 @@ class LocalRedundancy:
             )
         return Passes(self.options, self.view)
 
+    def release(self) -> None:
+        """Give back the GPU memory that is held between measurements: captured chunks.
+
+        The next measurement captures them anew. On a CPU nothing is held.
+        """
+        self.chunks.replays.release()
+
     def measure(self) -> Estimate:
         """Measure the model as it is now.
 

@@ -171,7 +171,11 @@ class Meter:
         try:
             module = unwrap(model())
             with locked(module), with_weights(module, self.weights):
-                estimate = self._estimator_of(module, precision).measure()
+                estimator = self._estimator_of(module, precision)
+                # Before the first step nobody knows what memory the training takes at its peak.
+                graphs = nullcontext() if step else estimator.chunks.replays.pause()
+                with graphs:
+                    estimate = estimator.measure()
                 self.batch_size = estimate.batch_size
                 values = self._measures(module, precision) if self.measures else {}
                 reading = Reading(step, epoch, estimate, values, time.perf_counter() - began)

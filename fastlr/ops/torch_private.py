@@ -235,6 +235,13 @@ def stop_allocating_from(pool: Any, device: int) -> None:
     _get(name if _has(name) else "_C._cuda_endAllocateCurrentStreamToPool")(device, pool)
 
 
+def forget_cublas_workspaces() -> None:
+    """Have the next product of each stream take a workspace anew, from where memory comes then."""
+    name = "_C._cuda_clearCublasWorkspaces"
+    if _has(name):
+        _get(name)()
+
+
 def anything_compiled() -> bool:
     """Return False if torch.compile cannot have compiled anything in this process."""
     return "torch._dynamo" in sys.modules

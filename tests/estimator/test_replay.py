@@ -8,7 +8,7 @@ run on real graphs too.
 from contextlib import contextmanager
 
 import torch
-from expected import failing, needs_gpu
+from expected import failing, needs_gpu, warned
 from pytest import approx, fixture, mark, raises
 from recorders import DEVICES, Again, Waits
 from single_samples import Written
@@ -22,6 +22,7 @@ from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
 from fastlr.ghost.verification.noise import RoundingProbe
+from fastlr.integrations import Monitor
 
 HIDDEN = {"factor": 1.0}
 
@@ -618,3 +619,44 @@ def test_graphs_go_with_the_estimator():
     del graphs
     gc.collect()
     assert held() is None
+
+
+def test_a_capture_without_memory_goes_on_with_smaller_chunks():
+    """What runs as it is but not beside its own graph is halved, and captured at that size."""
+
+    class Small(Again):
+        def capture(self, function):
+            result = function()
+            if len(result[0][0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(function)
+
+    model = captured_net("cpu")
+    graphs = estimator(model)
+    graphs.chunks.replays.recorder = Small
+    with warned("out of memory with 8 inputs in a chunk .*: going on with 4"):
+        result = graphs.measure()
+    assert set(graphs.chunks.replays.held) == {4}
+    agree(result, estimator(model, graphs=False).measure())
+
+
+def test_released_graphs_are_captured_anew():
+    graphs = estimator(captured_net("cpu"))
+    first = graphs.measure()
+    assert graphs.chunks.replays.held
+    graphs.release()
+    assert not graphs.chunks.replays.held
+    agree(graphs.measure(), first)
+    assert graphs.chunks.replays.held and not graphs.chunks.replays.note
+
+
+def test_a_monitor_captures_none_before_the_first_step():
+    model = captured_net("cpu")
+    monitor = Monitor(model, fastlr.ShapeImages((3, 16, 16)), n=40, every_n_steps=1, batch_size=8)
+    monitor.meter._estimator_of(model, None).chunks.replays.recorder = Again
+    first = monitor.measure()
+    replays = monitor.meter._estimator.chunks.replays
+    assert not replays.held and not replays.planned
+    second = monitor.step()
+    assert replays.held
+    agree(second.estimate, first.estimate)
