@@ -28,6 +28,7 @@ from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
 
 LOOKED_AT = 64  # samples by whose outputs a sigmoid is told
+FEW = 16  # along each axis, by which most outputs are told from shares
 VIEWS = ("View", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # graph nodes
 
 
@@ -160,6 +161,9 @@ class Passes:
         is_next = isinstance(index, range) and index.start == self.looked_at < LOOKED_AT
         if not is_next or not may_wait_for_device():
             return
+        if not self.ends_in_sigmoid and not self.looked_at and _are_no_shares(output):
+            self.looked_at = LOOKED_AT
+            return
         low, high = output.aminmax(dim=self.options.out_dim)
         if self.looked_at:
             low, high = torch.minimum(low, self.lowest), torch.maximum(high, self.highest)
@@ -227,6 +231,14 @@ def ends_in_sigmoid(output: Tensor) -> bool:
     while node is not None and node.name().startswith(VIEWS):
         node = node.next_functions[0][0]
     return node is not None and node.name().startswith("Sigmoid")
+
+
+def _are_no_shares(output: Tensor) -> bool:
+    """Return True if some of the first numbers of an output are not between 0 and 1."""
+    few = output.detach()
+    for dim, size in enumerate(few.shape):
+        few = few.narrow(dim, 0, min(size, FEW))
+    return bool(((few < 0) | (few > 1)).any())
 
 
 def warn_of_sigmoid(predictive: Any) -> None:
