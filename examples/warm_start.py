@@ -93,7 +93,7 @@ for one, other in combinations(ARMS, 2):
     print(f"{one} or {other}:", *(np.count_nonzero(better * change > 0) for change in higher))
 figure, axes = plt.subplots(1, 4, sharey=True, figsize=(14, 4), layout="constrained")
 for arm, (axis, value) in product(ARMS, zip(axes, VALUES, strict=True)):
-    axis.plot(table[arm, value], table[arm, "test"], "o", label=arm)
-    axis.set(xscale="log", xlabel=f"local redundancy, {value}", ylabel="test accuracy")
+    axis.plot(np.log10(table[arm, value]), table[arm, "test"], "o", label=arm)
+    axis.set(xlabel=f"log10 of local redundancy, {value}", ylabel="test accuracy")
 axes[0].legend()
 figure.savefig("warm-start.png", dpi=120)

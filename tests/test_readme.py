@@ -243,3 +243,18 @@ def test_the_guide_on_ray_says_what_was_measured():
         f"It took {more:.1f} s more than for the local queue, {1000 * more / 640:.0f} ms a task",
     ):
         assert said in guide
+
+
+@pytest.mark.parametrize(
+    ("guide", "record"),
+    [("reinforcement-learning", "rl"), ("checkpoints", "warm-start")],
+)
+def test_guides_say_of_examples_what_they_printed(guide, record):
+    """Of the paragraph "What it showed" every number; 480 may stand for 4.8e+02."""
+    text = (ROOT / f"docs/guides/{guide}.md").read_text().partition("**What it showed**")[2]
+    text = re.sub(r"\(`bench.*?\)", "", text.partition("![")[0], flags=re.DOTALL)
+    number = r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]\d+)?"
+    printed = (RESULTS / record / "output.txt").read_text()
+    known = {float(found) for found in re.findall(number, printed)}
+    assert len(told := {float(found) for found in re.findall(number, text)}) > 5
+    assert told <= known
