@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri, stdtrit
 
 from fastlr.errors import InputError
@@ -103,7 +103,7 @@ def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Int
     )
 
 
-def mean_over_runs(replicates: Sequence[Array], shares: Sequence[float]) -> Array:
+def mean_over_runs(replicates: Sequence[Array], shares: ArrayLike) -> Array:
     """Average the replicates of several runs, each an array [resamples], by the runs' shares.
 
     A resample in which a run has no value, such as one of tasks that all ended at a guess, is
