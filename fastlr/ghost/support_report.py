@@ -202,7 +202,9 @@ def shared_inputs(x: Any, count: int, carriers: Collection[int], in_dim: int) ->
         carriers: places among the flattened inputs of those that carry samples.
         in_dim: axis along which they do.
     """
-    named = x.items() if isinstance(x, dict) else enumerate(x if isinstance(x, tuple) else [x])
+    named: Iterable[tuple[Any, Any]] = enumerate(x if isinstance(x, tuple) else [x])
+    if isinstance(x, dict):
+        named = x.items()
     names = {id(value): f"input {key}" for key, value in named}
     look_batched = along(x, count, in_dim)
     for i, leaf in enumerate(tree_flatten(x)[0]):

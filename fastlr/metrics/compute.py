@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ from fastlr.metrics.weights import OF_PARAMETERS, distance_from_init
 from fastlr.ops.model_lock import locks_model
 
 NOISE_SCALE, TRAINABILITY = "gradient_noise_scale", "trainability"
-RANKS = {"curvature_rank": curvature_rank, "ntk_rank": ntk_rank}
+RANKS: dict[str, Callable[..., Measure]] = {
+    "curvature_rank": curvature_rank,
+    "ntk_rank": ntk_rank,
+}
 MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS, NOISE_SCALE, TRAINABILITY, *RANKS)
 
 

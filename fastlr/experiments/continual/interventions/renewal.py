@@ -98,8 +98,7 @@ class UnitRenewal(Intervention):
             reasons = "; ".join(f"{name} {why}" for name, why in list(self.left_alone.items())[:3])
             raise InputError(
                 f"{next(iter(self.options))}: no layer of the model has units that can be "
-                f"replaced ({reasons}): "
-                "leave it out"
+                f"replaced ({reasons}): leave it out"
             )
         self.layers = [self.kind_of_layer(units) for units in replaceable]
         self.replaced: Counter[str] = Counter()
