@@ -19,6 +19,7 @@ from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
+from fastlr.ghost.batch import along
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
@@ -189,7 +190,23 @@ class Passes:
                 f"out_dim={self.options.out_dim}: the sample axes are in_dim= and out_dim=, and "
                 "batch(start, stop) must return stop - start samples"
             )
+        if start == 0:
+            self._warn_of_shared_rows(x)
         return norms
+
+    def _warn_of_shared_rows(self, x: Any) -> None:
+        """Warn of inputs with as many rows as samples of which every sample uses all."""
+        count, carriers = self.engine.inputs_with_samples(x)
+        look_batched = along(x, count, self.options.in_dim)
+        shared = [place for place in look_batched if place not in carriers]
+        if count > 1 and shared:
+            warnings.warn(
+                f"every sample uses all {count} rows of input {shared[0]} of a chunk, as in f(x) @ "
+                "g(y).T (CLIP's logits_per_image): the value depends on batch_size. Fix that input "
+                "in the model, by functools.partial, say, and measure the others",
+                FastlrWarning,
+                stacklevel=2,
+            )
 
     def batch_gradient(self, start: int, stop: int) -> ChunkNorms:
         """Return a batch gradient's squared norm, times B, as the norms of one sample.

@@ -1,7 +1,9 @@
 """What the report says of inputs that all samples share, and of outputs that are of all of them."""
 
+import warnings
+
 import torch
-from expected import refused
+from expected import refused, warned
 from pytest import mark
 from single_samples import Written
 from torch import nn
@@ -69,3 +71,14 @@ def test_products_of_each_sample_with_every_other_are_named():
         notes(lambda m, x: m.f(x) @ m.f(x.flip(1)).T, X)
     with refused("on the others. Make", InteractionError):
         notes(lambda m, x: m.f(x) - m.f(x).mean(0), X)
+
+
+def test_an_estimate_over_rows_that_all_samples_use_warns():
+    """Its value depends on the size of the chunks, in which each has other columns."""
+    inputs = fastlr.TensorInputs((torch.randn(16, 4), torch.randn(16, 6)))
+    with warned("every sample uses all 8 rows of input 1 .* depends on batch_size"):
+        fastlr.estimate(towers(logits), inputs, 16, batch_size=8)
+    apart = Written(lambda m, x, y: m.f(x) + m.g(y), f=nn.Linear(4, 3), g=nn.Linear(6, 3)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastlr.estimate(apart, inputs, 16, batch_size=8)
