@@ -209,7 +209,7 @@ def product_norms_kernel(
     first_column = tap % kernel_width * dilation_w - padding_w
 
     product = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    total = tl.zeros([OUTPUTS, ROWS if PACKED else 1], tl.float32)
     first = tl.arange(0, ROWS)
     image, place = first // positions, first % positions
     y_out, x_out = place // out_width, place % out_width
@@ -239,13 +239,16 @@ def product_norms_kernel(
         product = tl.dot(g_tile, x_tile, product, input_precision="ieee")
         if FOLDED:
             if column_tile == 0:
-                total += g_tile.to(tl.float32)
-        # On by ROWS positions, with carries in place of divisions.
-        x_out += ROWS % out_width
-        y_out += ROWS % positions // out_width + (x_out >= out_width)
-        x_out -= tl.where(x_out >= out_width, out_width, 0)
-        image += ROWS // positions + (y_out >= out_height)
-        y_out -= tl.where(y_out >= out_height, out_height, 0)
+                if PACKED:  # few outputs, whose positions are added up at the end
+                    total += g_tile.to(tl.float32)
+                else:
+                    total += tl.sum(g_tile.to(tl.float32), 1, keep_dims=True)
+        if not X_PLAIN:  # on by ROWS positions, with carries in place of divisions
+            x_out += ROWS % out_width
+            y_out += ROWS % positions // out_width + (x_out >= out_width)
+            x_out -= tl.where(x_out >= out_width, out_width, 0)
+            image += ROWS // positions + (y_out >= out_height)
+            y_out -= tl.where(y_out >= out_height, out_height, 0)
 
     if FOLDED:
         at = group * outputs + output  # the channel among all groups
