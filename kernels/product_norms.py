@@ -216,6 +216,9 @@ def product_norms_kernel(
     for start in range(0, rows, ROWS):
         t = start + first
         exists = t < rows
+        if not PACKED:
+            image, place = t // positions, t % positions
+            y_out, x_out = place // out_width, place % out_width
         if X_PLAIN:
             x_at = (t * x_column)[:, None]
             seen = exists[:, None]
@@ -224,8 +227,11 @@ def product_norms_kernel(
                 (y_out * stride_h)[:, None] + first_row[None, :],
                 (x_out * stride_w)[:, None] + first_column[None, :],
             )
-            corner = image * x_image + y_out * stride_h * x_row + x_out * stride_w * x_column
-            x_at = corner[:, None] + (first_row * x_row + first_column * x_column)[None, :]
+            if PACKED:
+                corner = image * x_image + y_out * stride_h * x_row + x_out * stride_w * x_column
+                x_at = corner[:, None] + (first_row * x_row + first_column * x_column)[None, :]
+            else:
+                x_at = (image * x_image)[:, None] + y * x_row + z * x_column
             seen = exists[:, None] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
         g_at = t * g_column if G_PLAIN else image * g_image + y_out * g_row + x_out * g_column
         x_tile = tl.load(
@@ -243,7 +249,7 @@ def product_norms_kernel(
                     total += g_tile.to(tl.float32)
                 else:
                     total += tl.sum(g_tile.to(tl.float32), 1, keep_dims=True)
-        if not X_PLAIN:  # on by ROWS positions, with carries in place of divisions
+        if PACKED:  # on by ROWS positions, with carries in place of divisions
             x_out += ROWS % out_width
             y_out += ROWS % positions // out_width + (x_out >= out_width)
             x_out -= tl.where(x_out >= out_width, out_width, 0)
