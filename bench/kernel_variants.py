@@ -232,7 +232,7 @@ def shape_images() -> Iterator[tuple]:
 
 def products(*, window: bool, folded: bool) -> Iterator[tuple]:
     """Every tile in every layout, the same for both operands; fp16, which is as bf16, in one."""
-    widths = (32, 64, 128)  # every tile is chosen for one of these on each side
+    widths = (16, 32, 64, 128)  # every tile is chosen for one of these on each side
     for (dtype, short), (layout, (last, size)) in product(DTYPES.items(), LAYOUTS.items()):
         if (short == "fp16" and layout != "last") or (size == 8 and (window or short == "fp32")):
             continue

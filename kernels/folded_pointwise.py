@@ -579,7 +579,7 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | 
     if narrow:
         return PointwiseTile(across, 16, 16, 4 if across <= 64 else 8, 1)
     outputs = 64 if across <= 64 else 32
-    return PointwiseTile(across, outputs, 32, 4 if across < 64 else 8, 2)
+    return PointwiseTile(across, outputs, 32, 4 if across <= 64 else 8, 2)
 
 
 def splits_of(

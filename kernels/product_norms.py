@@ -204,16 +204,21 @@ def product_norms_kernel(
         channel = column_tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
         has_column = channel < inputs
         tap = tl.zeros([1], tl.int32) + column_tile // tiles
+    out_height = positions // out_width
     first_row = tap // kernel_width * dilation_h - padding_h
     first_column = tap % kernel_width * dilation_w - padding_w
 
     product = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
-    total = tl.zeros([OUTPUTS], tl.float32)
+    total = tl.zeros([OUTPUTS, ROWS if PACKED else 1], tl.float32)
+    first = tl.arange(0, ROWS)
+    image, place = first // positions, first % positions
+    y_out, x_out = place // out_width, place % out_width
     for start in range(0, rows, ROWS):
-        t = start + tl.arange(0, ROWS)
+        t = start + first
         exists = t < rows
-        image, place = t // positions, t % positions
-        y_out, x_out = place // out_width, place % out_width
+        if not PACKED:
+            image, place = t // positions, t % positions
+            y_out, x_out = place // out_width, place % out_width
         if X_PLAIN:
             x_at = (t * x_column)[:, None]
             seen = exists[:, None]
@@ -222,7 +227,11 @@ def product_norms_kernel(
                 (y_out * stride_h)[:, None] + first_row[None, :],
                 (x_out * stride_w)[:, None] + first_column[None, :],
             )
-            x_at = (image * x_image)[:, None] + y * x_row + z * x_column
+            if PACKED:
+                corner = image * x_image + y_out * stride_h * x_row + x_out * stride_w * x_column
+                x_at = corner[:, None] + (first_row * x_row + first_column * x_column)[None, :]
+            else:
+                x_at = (image * x_image)[:, None] + y * x_row + z * x_column
             seen = exists[:, None] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
         g_at = t * g_column if G_PLAIN else image * g_image + y_out * g_row + x_out * g_column
         x_tile = tl.load(
@@ -236,7 +245,16 @@ def product_norms_kernel(
         product = tl.dot(g_tile, x_tile, product, input_precision="ieee")
         if FOLDED:
             if column_tile == 0:
-                total += tl.sum(g_tile.to(tl.float32), 1)
+                if PACKED:  # few outputs, whose positions are added up at the end
+                    total += g_tile.to(tl.float32)
+                else:
+                    total += tl.sum(g_tile.to(tl.float32), 1, keep_dims=True)
+        if PACKED:  # on by ROWS positions, with carries in place of divisions
+            x_out += ROWS % out_width
+            y_out += ROWS % positions // out_width + (x_out >= out_width)
+            x_out -= tl.where(x_out >= out_width, out_width, 0)
+            image += ROWS // positions + (y_out >= out_height)
+            y_out -= tl.where(y_out >= out_height, out_height, 0)
 
     if FOLDED:
         at = group * outputs + output  # the channel among all groups
@@ -252,7 +270,7 @@ def product_norms_kernel(
         place = (sample * column_tiles + column_tile) * (groups * outputs) + at
         tl.store(inner + place, tl.sum(w * product, 1), has_output)
         if column_tile == 0:
-            tl.store(sums + sample * (groups * outputs) + at, total, has_output)
+            tl.store(sums + sample * (groups * outputs) + at, tl.sum(total, 1), has_output)
         product *= tl.load(scale + at, has_output, other=0.0).to(tl.float32)[:, None]
     tl.store(squares + tile, tl.sum(product * product))
 
@@ -264,12 +282,14 @@ def choose_tile(
 
     Tiles are smaller where registers are short: float32 products run on the ordinary units, whose
     operands take them; loads of single elements cannot be sent past them; the folded form holds a
-    tile of the weight at the end.
+    tile of the weight at the end. Packed ones gather single elements: few warps, each many at once.
     """
     across, along = _side(outputs), _side(columns)
     if packed or dtype == torch.float32:
         side = min(64, max(across, along))
-        return Tile(side, side, 16 if dtype == torch.float32 else 32, 8, 3)
+        if dtype == torch.float32:
+            return Tile(side, side, 16, 8, 2 if packed else 3)
+        return Tile(16 if outputs <= 16 else side, side, 2048 // side, side // 8, 3)
     if across == along == 128 and (folded or not vector):
         across = 64
     if not vector:

@@ -41,7 +41,7 @@ def wide_cases():
             draw(1, 1, rows, outputs),
         )
     strided = geometry(2, stride=(2, 1), padding=(1, 0))
-    for inputs in (32, 40, 72):
+    for inputs in (2, 32, 40, 72):
         for outputs in (20, 64, 132):
             name = f"{inputs}-{outputs}"
             x, g = draw(1, 140, inputs), draw(1, 140, outputs)
