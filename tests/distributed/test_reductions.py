@@ -130,7 +130,7 @@ def test_ranks_that_call_different_reductions():
 def test_an_interrupt_gets_through():
     results = good(run_ranks(2, work.interrupted))
     assert results[0][0].startswith("KeyboardInterrupt")
-    assert results[0][1] < 2.5
+    assert results[0][1] < 5.5  # the other rank comes after 6
     assert "rank 0" in results[1][0]
 
 

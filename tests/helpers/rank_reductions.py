@@ -338,7 +338,7 @@ def interrupted(rank):
     if rank == 0:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
-        time.sleep(3.0)
+        time.sleep(6.0)
     return timed_error(lambda: [distributed.all_reduce(torch.ones(5)) for _ in range(2)])
 
 
