@@ -187,6 +187,11 @@ def test_readmes_conclusions_are_those_of_the_records():
     *_, lower, same = line("../transfer/differences: max LR - val. loss")
     assert (lower, same) == ("1/12", "0/12")
     assert "in 11 of 12 seeds" in README
+    mean, interval, *_ = line("../transfer-plateau/differences: max LR - val. loss")
+    low, high = map(float, re.findall(r"-?[\d.]+", interval))
+    assert low < 0 < high and "they could not be told apart" in README
+    guide = " ".join((ROOT / "docs/guides/checkpoints.md").read_text().split())
+    assert f"could not be told apart, {mean} over twelve seeds" in guide
 
     def last(problem, name, table="course"):
         cells = line(f"../causes/{problem}/{table}: {name}")
