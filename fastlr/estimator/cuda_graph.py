@@ -215,11 +215,13 @@ class Replays:
         self.note: str | None = None
         self.paused = False
         self.clock: tuple[float, float] | None = None  # of the first replay since `clean`
+        self.released_unasked = False  # graphs that served since then, and answer no `doubts`
 
     def begin(self) -> None:
         """Begin a measurement: the model may be another program since the one before."""
         self.used.clear()
         self.clock = None
+        self.released_unasked = False
 
     def ran(self, size: int) -> None:
         """Keep what the engine knows of a chunk of this size, which has been run as it is.
@@ -327,6 +329,9 @@ class Replays:
             self.engine.audits.measured_since(self.clock)
             self.clock = None
         asked, self.asked = self.asked, []
+        if self.released_unasked:
+            self.released_unasked = False
+            return False
         if doubts is None:
             return not asked
         if all(
@@ -353,6 +358,10 @@ class Replays:
         self.note = f"CUDA graph dropped: {reason}"
 
     def release(self) -> None:
-        """Give back the graphs' memory; a later measurement captures them anew."""
+        """Give back the graphs' memory; a later measurement captures them anew.
+
+        What they have served since the last `doubts` can no longer be held to the model.
+        """
+        self.released_unasked |= bool(self.used)
         self.held.clear()
         self.used.clear()

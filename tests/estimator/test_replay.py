@@ -16,7 +16,7 @@ from torch import nn
 
 import fastlr
 from fastlr.estimator.capture import CudaRecorder, relied_on
-from fastlr.estimator.cuda_graph import AUDITED, Replay
+from fastlr.estimator.cuda_graph import AUDITED, Replay, Replays
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
@@ -660,3 +660,24 @@ def test_a_monitor_captures_none_before_the_first_step():
     second = monitor.step()
     assert replays.held
     agree(second.estimate, first.estimate)
+
+
+def test_what_released_graphs_served_is_measured_anew(monkeypatch):
+    """A graph that is gone answers no more whether its chunks were the model's."""
+
+    class Third(Again):
+        def replay(self):
+            super().replay()
+            if self.replays == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    answers, clean = [], Replays.clean
+    monkeypatch.setattr(
+        Replays, "clean", lambda self, doubts: answers.append(clean(self, doubts)) or answers[-1]
+    )
+    graphs = estimator(captured_net("cpu"))
+    graphs.chunks.replays.recorder = Third
+    with warned("out of memory with 8 inputs"):
+        result = graphs.measure()
+    assert answers[0] is False and answers[-1] is True
+    agree(result, estimator(captured_net("cpu"), graphs=False).measure())
