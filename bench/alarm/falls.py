@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from bench.alarm.choices import LEAD
-from bench.alarm.losses import FIFTHS, Array
+from bench.alarm.losses import Array
 from bench.alarm.problems import IMAGES
 from bench.alarm.signals import Course
 from fastlr.display.alarm import FIRST, REFERENCE, Flags
 from fastlr.display.sheets import DASH, Sheet
+from fastlr.experiments.continual.findings import ends
 
 INPUTS = {
     "shapes": "local_redundancy",
@@ -53,10 +54,8 @@ def half_sheet(runs: Sequence[Course]) -> Sheet:
     """In how many runs accuracy has fallen where the value fell below a half."""
     rows = []
     for inputs, problem, of_it in _groups(runs):
-        fallen = [
-            run for run in of_it if _moved(_fifths(run.measures[INPUTS[inputs]])) < np.log(0.5)
-        ]
-        lost = sum(run.accuracy[-20:].mean() < run.accuracy[:20].mean() for run in fallen)
+        fallen = [run for run in of_it if _moved(ends(run.measures[INPUTS[inputs]])) < np.log(0.5)]
+        lost = sum(_falls(ends(run.accuracy)) for run in fallen)
         missed = sum(run.loss is not None for run in of_it if run not in fallen)
         rows.append((f"{inputs} {problem}", *map(str, (len(of_it), len(fallen), lost, missed))))
     columns = ("runs", "all", "below half", "accuracy fell", "lost elsewhere")
@@ -119,13 +118,12 @@ def _mean_and_highest(accuracies: Array) -> tuple[str, str, str]:
     return str(len(accuracies)), f"{mean:.1f}", f"{highest:.1f}"
 
 
-def _fifths(values: Array) -> Iterable[Array]:
-    """Return the first and the last fifth of a measure's readings."""
-    part = len(values) // FIFTHS
-    return values[:part], values[-part:]
+def _falls(parts: tuple[Array, Array]) -> bool:
+    first, last = parts
+    return bool(last.mean() < first.mean())
 
 
-def _moved(parts: Iterable[Array]) -> float:
+def _moved(parts: tuple[Array, Array]) -> float:
     """Return the logarithm of the ratio of the last to the first part, by geometric means."""
     first, last = (np.log(np.maximum(part, 1e-12)).mean() for part in parts)
     return float(last - first)

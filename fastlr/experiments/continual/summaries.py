@@ -19,7 +19,7 @@ from fastlr.experiments.statistics.bootstrap import (
     mean_error,
     mean_over_runs,
 )
-from fastlr.experiments.statistics.correlation import constant, correlation
+from fastlr.experiments.statistics.correlation import constant, correlation, resampled_pearson
 
 FEWEST_FOR_ERROR = 91  # boundaries: four blocks
 
@@ -244,9 +244,6 @@ def _error(
     for index, (x, y) in enumerate(pairs):
         length = min(block_length(len(x)), len(x) // 2)
         weights = block_weights(len(x), length, resamples, np.random.default_rng([seed, index]))
-        x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
-        mx, my, xx, yy, xy = (weights @ np.stack([x, y, x * x, y * y, x * y], axis=1)).T / len(x)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            replicates.append((xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2)))
+        replicates.append(resampled_pearson(weights, x, y))
         blocks += -(-len(x) // length)
     return interval(r, mean_over_runs(replicates, shares), blocks, len(pairs)).stderr

@@ -74,16 +74,13 @@ class Resampled:
 
     def _deviations(self, y: Array, *, detrended: bool) -> Array:
         """Return y [n] less its mean, and less its trend, in each resample [b, n]."""
-        weights, count = self.weights, self.weights.sum(1)
-        rows = y - (weights @ y / count)[:, None]
+        rows = _centred(self.weights, y)
         if detrended:
-            task = self.task - (weights @ self.task / count)[:, None]
-            weighted = weights * task
+            task = _centred(self.weights, self.task)
+            weighted = self.weights * task
             slope = (weighted * rows).sum(1) / (weighted * task).sum(1)
             rows = rows - slope[:, None] * task
-        spread = np.sqrt((weights * rows**2).sum(1) / count)
-        rows[spread < _ROUNDING] = 0.0
-        return rows
+        return _without_rounding(self.weights, rows)
 
     def pearson(self, x: Array, *, partial: bool) -> Array:
         """Return Pearson's correlation, in each resample, of a measure with the residuals.
@@ -115,6 +112,23 @@ def resampled_spearman(
     The weights are as in `Resampled`.
     """
     return _of_ranks(weights, _fixed_ranks(weights, x), _fixed_ranks(weights, y))
+
+
+def resampled_pearson(weights: Array, x: Array, y: Array) -> Array:
+    """Return Pearson's correlation of two series in each resample, as `resampled_spearman` does."""
+    x, y = (_without_rounding(weights, _centred(weights, _standard(each))) for each in (x, y))
+    return _of_rows(weights, x, y)
+
+
+def _centred(weights: Array, y: Array) -> Array:
+    """Return a series [n] less its mean in each resample [b, n]."""
+    return y - (weights @ y / weights.sum(1))[:, None]
+
+
+def _without_rounding(weights: Array, rows: Array) -> Array:
+    """Return deviations [b, n] with zeros in the resamples where they are rounding alone."""
+    spread = np.sqrt((weights * rows**2).sum(1) / weights.sum(1))
+    return np.where((spread < _ROUNDING)[:, None], 0.0, rows)
 
 
 def _of_ranks(weights: Array, a: Array, b: Array) -> Array:
