@@ -19,12 +19,12 @@ from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import along
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.refusals import naming_the_precision, refusals
+from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import move_samples
+from fastlr.ghost.support_report import shared_inputs
 from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
 
@@ -119,9 +119,7 @@ class Passes:
 
     def forward(self, x: Any) -> Tensor:
         """Return the model's output, with its graph."""
-        dtype = self.options.dtype
-        precise = naming_the_precision(dtype) if dtype else nullcontext()
-        with precise, refusals(self.view, x), self.autocast():
+        with self.autocast(), refusals(self.view, x):
             output = self.view.forward(x)
         self.ends_in_sigmoid = ends_in_sigmoid(output)
         return output
@@ -197,11 +195,11 @@ class Passes:
     def _warn_of_shared_rows(self, x: Any) -> None:
         """Warn of inputs with as many rows as samples of which every sample uses all."""
         count, carriers = self.engine.inputs_with_samples(x)
-        look_batched = along(x, count, self.options.in_dim)
-        shared = [place for place in look_batched if place not in carriers]
-        if count > 1 and shared:
+        shared = shared_inputs(x, count, carriers, self.options.in_dim)
+        names = [name for name, has_a_row_a_sample in shared if has_a_row_a_sample]
+        if count > 1 and names:
             warnings.warn(
-                f"every sample uses all {count} rows of input {shared[0]} of a chunk, as in f(x) @ "
+                f"every sample uses all {count} rows of {names[0]} of a chunk, as in f(x) @ "
                 "g(y).T (CLIP's logits_per_image): the value depends on batch_size. Fix that input "
                 "in the model, by functools.partial, say, and measure the others",
                 FastlrWarning,

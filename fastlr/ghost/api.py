@@ -11,7 +11,7 @@ from fastlr.ghost import program
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.support_report import SupportReport, shared_inputs
+from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.recent import Recent
 
@@ -117,5 +117,6 @@ def support_report(
         engine = engine_for(model, output, in_dim, out_dim)
         ledger = engine.prove(x)
         x = engine.view.inputs(x)
-        notes = shared_inputs(x, *engine.inputs_with_samples(x), in_dim)
+        shared = shared_inputs(x, *engine.inputs_with_samples(x), in_dim)
+        notes = notes_of_shared(shared)
     return SupportReport.of(list(engine.parameters), ledger, engine.folding, notes)

@@ -57,33 +57,31 @@ def refusals(view: ModelView, x: Any) -> Iterator[None]:
         except FAILURES as raised:
             if isinstance(raised, FastlrError) or out_of_memory(raised):
                 raise error from None
-            raise _refusal(view.module, x, raised) from raised
+            raise _refusal(view, x, raised) from raised
         raise
 
 
-@contextmanager
-def naming_the_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Name the precision of autocast in what the model raises within, though it runs without it.
-
-    Raises:
-        InputError: such an exception, which is its cause.
-    """
-    try:
-        yield
-    except FAILURES as error:
-        if isinstance(error, FastlrError) or out_of_memory(error):
-            raise
-        raise InputError(
-            f"the model runs, but not in {_name(dtype)} on this device ({first_line(error)}): "
-            "leave dtype out"
-        ) from error
-
-
-def _refusal(model: nn.Module, x: Any, error: Exception) -> FastlrError:
+def _refusal(view: ModelView, x: Any, error: Exception) -> FastlrError:
+    model, device = view.module, view.device.type
+    if torch.is_autocast_enabled(device) and _runs_without_autocast(view, x):
+        return InputError(
+            f"the model runs, but not in {_name(torch.get_autocast_dtype(device))} on this device "
+            f"({first_line(error)}): leave dtype out, or the region of autocast"
+        )
     raised = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     text = f"{type(model).__name__} does not run on {_given(x)} ({raised})"
     remedy = _remedy(model, x, error)
     return ModelError(text) if remedy is None else InputError(f"{text}. {remedy}")
+
+
+def _runs_without_autocast(view: ModelView, x: Any) -> bool:
+    """Return True if the model takes the inputs in its own precision."""
+    try:
+        with torch.autocast(view.device.type, enabled=False):
+            view.forward(copied(x))
+    except FAILURES:
+        return False
+    return True
 
 
 def _given(x: Any) -> str:

@@ -193,8 +193,12 @@ class SupportReport:
         return lines
 
 
-def shared_inputs(x: Any, count: int, carriers: Collection[int], in_dim: int) -> Iterator[str]:
-    """Yield what is to be said of each input tensor that all samples share.
+def shared_inputs(
+    x: Any, count: int, carriers: Collection[int], in_dim: int
+) -> Iterator[tuple[str, bool]]:
+    """Yield of each input tensor that all samples share what to call it.
+
+    And whether it has as many rows as there are samples.
 
     Args:
         x: the inputs.
@@ -210,8 +214,14 @@ def shared_inputs(x: Any, count: int, carriers: Collection[int], in_dim: int) ->
     for i, leaf in enumerate(tree_flatten(x)[0]):
         if not isinstance(leaf, Tensor) or i in carriers:
             continue
-        text = f"{names.get(id(leaf), 'an input')} {list(leaf.shape)} is shared by all samples"
-        if i in look_batched:
+        yield f"{names.get(id(leaf), 'an input')} {list(leaf.shape)}", i in look_batched
+
+
+def notes_of_shared(shared: Iterable[tuple[str, bool]]) -> Iterator[str]:
+    """Yield what is to be said of each of the `shared_inputs`."""
+    for name, has_a_row_a_sample in shared:
+        text = f"{name} is shared by all samples"
+        if has_a_row_a_sample:
             text += (
                 ", though it has as many rows: what one sample gives depends on all of them, as in "
                 "f(x) @ g(y).T (CLIP's logits_per_image), and in an estimate on its batch_size"

@@ -161,3 +161,7 @@ def test_a_precision_that_torch_lacks_is_named():
     wanted = r"not in bfloat16 on this device \(could not create a primitive\): leave dtype out"
     with pytest.raises(fastlr.InputError, match=wanted):
         fastlr.estimate(model, inputs, n=6, dtype="bf16")
+    with pytest.raises(fastlr.InputError, match=wanted):
+        fastlr.estimate(model, inputs, n=6, dtype="bf16", batch_size=3)
+    with pytest.raises(fastlr.InputError, match=wanted), torch.autocast("cpu", torch.bfloat16):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(6, 3), torch.randn(6, 2))
