@@ -329,8 +329,9 @@ def folded_pointwise_backward_kernel(
             x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS
         )
         entered = activated(entered, BEFORE)
-        square = tl.zeros([OUTPUTS, INPUTS], tl.float32)
-        of_factor = tl.zeros([INPUTS], tl.float32)
+        if GATE:
+            entered = (entered.to(tl.float32) * factor[None, :]).to(entered.dtype)
+        square = tl.zeros([OUTPUTS], tl.float32)
         back = tl.zeros([POSITIONS, INPUTS], tl.float32)
         for first in range(0, outputs, OUTPUTS):
             output = first + tl.arange(0, OUTPUTS)
@@ -359,20 +360,14 @@ def folded_pointwise_backward_kernel(
             if WANT_INPUT:
                 forward = tl.load(folded + weights_at, both, other=0.0)
                 back = tl.dot(g, forward, back, input_precision="ieee")
-            if GATE:
-                of_factor += tl.sum(forward.to(tl.float32) * product, 0)
-                product *= factor[None, :]
             w = tl.load(weight + weights_at, both, other=0.0).to(tl.float32)
             at = (sample * input_tiles + input_tile) * outputs + output
             tl.store(inner + at, tl.sum(w * product, 1), has_output)
             if input_tile == 0:
                 tl.store(sums + sample * outputs + output, tl.sum(g.to(tl.float32), 0), has_output)
-            product *= tl.load(scale + output, has_output, other=0.0).to(tl.float32)[:, None]
-            square += product * product
+            of_output = tl.load(scale + output, has_output, other=0.0).to(tl.float32)
+            square += of_output * of_output * tl.sum(product * product, 1)
         tl.store(squares + program, tl.sum(square))
-        if GATE:
-            place = of_gate + sample * inputs + channel
-            tl.store(place, of_factor.to(of_gate.dtype.element_ty), has_channel)
         if WANT_INPUT:
             t = tl.arange(0, POSITIONS)
             at = (t * gx_column)[:, None] + (channel * gx_channel)[None, :]
@@ -381,6 +376,10 @@ def folded_pointwise_backward_kernel(
             x_tile = _load_tile(
                 x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS
             )
+            if GATE:
+                of_factor = tl.sum(activated(x_tile, BEFORE).to(tl.float32) * back, 0)
+                place = of_gate + sample * inputs + channel
+                tl.store(place, of_factor.to(of_gate.dtype.element_ty), has_channel)
             _leave(gx, more, back, x_tile, factor, at, mask, BEFORE, GRADIENT_AT_OUTPUT, GATE, MORE)
     else:
         if WANT_INPUT:
@@ -578,8 +577,7 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | 
         return None
     if narrow:
         return PointwiseTile(across, 16, 16, 4 if across <= 64 else 8, 1)
-    outputs = 64 if across <= 64 else 32
-    return PointwiseTile(across, outputs, 32, 4 if across <= 64 else 8, 2)
+    return PointwiseTile(across, 64 if across <= 64 else 32, 32, 4, 2)
 
 
 def splits_of(
