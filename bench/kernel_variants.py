@@ -377,23 +377,18 @@ def depthwise() -> Iterator[tuple]:
         others = [("gelu", True), ("none", False)] if channels in (64, 120, 960) else []
         for act, want in [("hardswish", True), *others]:
             places = triton.cdiv(columns, how.stride[1])
-            bent = act != "none" or how.stride[1] > 1  # with the mean's gradient, see below
             tile = depthwise_module.backward_tile(
-                TORCH[dtype], kernel, how, places, channels, want, last, bent
+                TORCH[dtype], kernel, how, places, channels, want, last
             )
-            constants = {
+            constants = depthwise_constants(kernel, how, tile, "x gx grad kept", last, channels)
+            constants |= depthwise_module.reaches(kernel, how, tile.run)
+            constants |= {
                 "ACT": act,
                 "WANT_INPUT": want,
                 "SPLIT": channels == 16,
                 "LAST": last,
                 "ALIGN": align,
-            }
-            constants |= depthwise_module.constants(kernel, how) | contiguous(
-                "x gx grad kept", "channel" if last else "column"
-            )
-            constants |= {"WINDOW": depthwise_module.window_rows(kernel, how)}
-            constants |= {"COLUMNS": tile.columns, "CHANNELS": tile.channels}
-            constants |= {
+                "WHOLE": tile.columns == places,
                 "BEFORE": "hardswish",
                 "GRADIENT_AT_OUTPUT": False,
                 "MORE": want,
@@ -401,35 +396,47 @@ def depthwise() -> Iterator[tuple]:
             }
             pointers = ("x", "grad", "kept", "folded", "gx", "more", "of_mean")
             kinds = fp32(MOMENTS) | dict.fromkeys(pointers, f"*{dtype}")
-            label = f"backward-{act}[{name},{tile.columns}x{tile.channels}]"
+            label = f"backward-{act}[{name},{tile.places}x{tile.run}x{tile.channels}]"
             run = depthwise_module.depthwise_backward_kernel
-            yield variant(label, run, kinds, constants, num_warps=depthwise_module.WARPS)
+            options = {"num_warps": tile.num_warps}
+            options["maxnreg"] = depthwise_module.most_registers(how, last)
+            yield variant(label, run, kinds, constants, **options)
+
+
+def depthwise_constants(
+    kernel: tuple[int, int],
+    how: ConvGeometry,
+    tile: depthwise_module.DepthwiseTile,
+    tensors: str,
+    last: bool,
+    channels: int,
+) -> dict[str, Any]:
+    """What both passes know of their geometry, their tile and the strides of their tensors."""
+    constants: dict[str, Any] = dict(depthwise_module.constants(kernel, how))
+    for tensor in tensors.split():
+        constants[f"{tensor}_column"] = channels if last else 1
+    if last:
+        constants |= contiguous(tensors, "channel")
+    return constants | {"COLUMNS": tile.columns, "CHANNELS": tile.channels}
 
 
 def folded_depthwise() -> Iterator[tuple]:
     """The forward pass: every layer."""
     for name, dtype, last, align, channels, columns, kernel, how in depthwise_layers():
         places = triton.cdiv(columns, how.stride[1])
-        tile = forward_depthwise.forward_tile(
-            TORCH[dtype], kernel, places, channels, last, "hardswish"
-        )
-        constants = {"ACT": "gelu", "LAST": last, "ALIGN": align}
-        constants |= depthwise_module.constants(kernel, how) | contiguous(
-            "x out", "channel" if last else "column"
-        )
+        tile = forward_depthwise.forward_tile(TORCH[dtype], kernel, how, places, channels, last)
+        constants = depthwise_constants(kernel, how, tile, "x out", last, channels)
         constants |= {
-            "ROWS": forward_depthwise.ROWS,
-            "COLUMNS": tile.columns,
-            "CHANNELS": tile.channels,
+            "ACT": "gelu",
+            "LAST": last,
+            "ALIGN": align,
+            "WINDOW": depthwise_module.window_rows(kernel, how),
+            "WHOLE": tile.columns == places,
+            "RUN": tile.run,
         }
         kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}") | fp32(
             "bias means"
         )
-        run, options = (
-            forward_depthwise.folded_depthwise_kernel,
-            {"num_warps": depthwise_module.WARPS},
-        )
-        options["maxnreg"] = forward_depthwise.most_registers(TORCH[dtype], kernel, how, last)
         for label, mean in (("forward", False), ("forward-mean", True)):
             flags = {
                 "BEFORE": "hardswish",
@@ -437,9 +444,13 @@ def folded_depthwise() -> Iterator[tuple]:
                 "MEAN": mean,
             }
             flags |= {"KEEP": not mean, "ADD": not mean}
-            given = {**constants, **flags}
             yield variant(
-                f"{label}[{name},{tile.columns}x{tile.channels}]", run, kinds, given, **options
+                f"{label}[{name},{tile.places}x{tile.run}x{tile.channels}]",
+                forward_depthwise.folded_depthwise_kernel,
+                kinds,
+                {**constants, **flags},
+                num_warps=tile.num_warps,
+                maxnreg=depthwise_module.most_registers(how, last),
             )
 
 

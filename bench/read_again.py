@@ -32,10 +32,10 @@ def _pointwise_backward(launch: Any) -> float:
 
 
 def _depthwise(launch: Any) -> float:
-    """Rows between tiles of ROWS rows, columns between strips, and the taps for each program."""
-    rows = (launch.KERNEL_H - launch.STRIDE_H) / (launch.ROWS * launch.STRIDE_H)
+    """Rows between segments, columns between strips, and the taps for each program."""
+    rows = (launch.KERNEL_H - launch.STRIDE_H) / (launch.steps * launch.STRIDE_H)
     columns = (launch.KERNEL_W - launch.STRIDE_W) / (launch.COLUMNS * launch.STRIDE_W)
-    shared = rows * (launch.row_tiles > 1) + columns * (launch.strips > 1)
+    shared = rows * (launch.segments > 1) + columns * (launch.strips > 1)
     of_weight = launch.programs / launch.channel_tiles - 1
     return shared * launch.bytes["x"] + of_weight * launch.bytes["weight"]
 
@@ -45,8 +45,8 @@ def _depthwise_backward(launch: Any) -> float:
     of_output = launch.bytes["grad"]
     if launch.ACT != "none":
         of_output += launch.bytes["kept"]
-    columns = (launch.KERNEL_W - launch.STRIDE_W) / launch.COLUMNS * (launch.strips > 1)
-    rows = (launch.WINDOW - 1) / launch.STRIDE_H / launch.steps * (launch.segments > 1)
+    columns = (launch.HIGH_W - launch.LOW_W - launch.RUN) / launch.COLUMNS * (launch.strips > 1)
+    rows = (launch.HIGH_H - launch.LOW_H - 1) / launch.steps * (launch.segments > 1)
     taps = launch.bytes["folded"] if launch.WANT_INPUT else 0
     of_taps = launch.programs / launch.channel_tiles - 1
     return (columns + rows) * of_output + of_taps * taps

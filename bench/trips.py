@@ -2,22 +2,24 @@
 
 A function here is called as a kernel, and gives the trips of its loops by the name of the variable
 that the source counts with; a list for several loops of one name, in the order of the code. A loop
-of a disassembly is found by the line of the source that its branch back comes from. Where programs
-of one launch differ, the number is their mean, and may be a fraction.
+of a disassembly is found by the line of the source of its branch back, or of the comparison that
+decides it. Where programs of one launch differ, the number is their mean, and may be a fraction.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from bench.compile_kernels import KERNELS
-from bench.sass import Code
+from bench.sass import Code, Instruction
 
 Trips = dict[str, float | list[float]]
+_PREDICATE = re.compile(r"U?P\d")
 _HEADER = re.compile(r"(?:for (\w+) in|while (\w+) <)")
 
 
@@ -27,9 +29,8 @@ def ceil_div(n: int, step: int) -> int:
 
 
 def depthwise_backward_kernel(launch: Any) -> Trips:
-    """Its own steps down the rows, and the few before that meet its inputs."""
-    before = min((launch.WINDOW - 1) // launch.STRIDE_H, launch.steps)
-    return {"p": launch.steps + before * (launch.segments - 1) / launch.segments}
+    """The rows of gradients of the first window, then rows of places."""
+    return {"y": launch.HIGH_H - launch.LOW_H, "p": launch.steps}
 
 
 def draw_shapes_kernel(launch: Any) -> Trips:
@@ -55,6 +56,11 @@ def fold_weights_kernel(launch: Any) -> Trips:
     """
     weights = launch.bytes["folded"] / 2
     return {"begin": ceil_div(weights, launch.programs * launch.BLOCK)}
+
+
+def folded_depthwise_kernel(launch: Any) -> Trips:
+    """Rows of the first window, then of the output: all segments together have its height."""
+    return {"y": launch.WINDOW, "row": launch.out_height / launch.segments}
 
 
 def folded_pointwise_backward_kernel(launch: Any) -> Trips:
@@ -104,13 +110,31 @@ def loop_names(code: Code) -> list[str]:
 
 def _name_of(code: Code, number: int) -> str:
     head, blocks = code.loops[number]
-    for block in sorted(blocks, reverse=True):
-        last = code.blocks[block].instructions[-1]
-        if head in code.blocks[block].next and last.line:
-            header = _HEADER.search(_source_line(*last.line))
+    for end in sorted(blocks, reverse=True):
+        if head not in code.blocks[end].next:
+            continue
+        # Those of inner loops are decided by others.
+        own = [b for b in sorted(blocks) if b <= end and code.blocks[b].loops[-1] == number]
+        for line in _deciding([i for b in own for i in code.blocks[b].instructions]):
+            header = _HEADER.search(_source_line(*line))
             if header:
                 return header[1] or header[2]
     raise ValueError(f"no loop of the source is at the branch back to block {head}")
+
+
+def _deciding(instructions: list[Instruction]) -> Iterator[tuple[str, int]]:
+    """Yield the line of the branch at the end, then those of the comparisons that decide it.
+
+    For compute capability 10.0 a branch may carry the line of whatever stands before it, and so may
+    the second of two comparisons that are one of 64 bits.
+    """
+    branch = instructions[-1]
+    predicate = _PREDICATE.search(branch.predicate or branch.operands.partition("`")[0])
+    for instruction in reversed(instructions):
+        compares = instruction.kind.endswith("SETP") and predicate is not None
+        decides = compares and instruction.operands.partition(",")[0] == predicate[0]
+        if instruction.line and (instruction is branch or decides):
+            yield instruction.line
 
 
 def _source_line(file: str, line: int) -> str:

@@ -35,7 +35,8 @@ BATCH_TO_COMPILE = 8  # of each of the processes that share one GPU; block sizes
 ALLOWED = {
     "num_warps": (1, 8),
     "num_stages": (1, 4),
-    "columns": (1, 256),
+    "places": (1, 256),
+    "run": (1, 8),
     "channels": (1, 256),
 }  # else from 16 on
 # Shape -> calls of ops in which its rule was asked: (op, arguments).

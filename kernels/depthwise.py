@@ -1,22 +1,22 @@
 """Depthwise convolutions by channel: weight gradients, their norms, input gradient in one pass.
 
 A program takes one sample, a block of channels and a strip of columns, and walks down the rows of
-the output's gradient. In registers it holds a window of input rows, the same window of the input
-gradient, and the sums of the k x k taps. At each row it forms g = act'(kept) grad once for each
-column of the kernel, adds g x to the taps and w g to the window of the input gradient, stores the
-rows that are complete and moves the windows on.
+the input. A thread has places of RUN adjacent output columns, and the input columns under them. In
+registers it holds a window of the gradients g = act'(kept) grad that these inputs meet, each formed
+once as it enters from below, and the sums of the k x k taps. At each step it loads the inputs of a
+row, adds g x to the taps, and stores the sum of w g, the input gradient, which is complete then.
 
-The limit is traffic: x, grad and kept are read once and the input gradient is written once (the k
-shifted reads of a row of gradients meet in the cache): with n elements in and m out, 2 n + 2 m
-elements; n + 2 m without the input gradient, one m less without an activation. Taps are summed over
-a program's threads once, at its end. Where rows or columns are shared between programs their parts
-(k k + 1 floats a channel) go through a workspace, in a fixed order.
+The limit is traffic: x, grad and kept are read once and the input gradient is written once (what
+neighbouring places share of a row of gradients is read again from the cache): with n elements in
+and m out, 2 n + 2 m elements; n + 2 m without the input gradient, one m less without an activation.
+Taps are summed over a program's threads once, at its end. Where rows or columns are shared between
+programs their parts (k k + 1 floats a channel) go through a workspace, in a fixed order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -25,26 +25,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.activation_functions import act_gradient, activated
+from fastlr.kernels.activation_functions import act_forward, act_gradient
 from fastlr.kernels.launching import covered, launch, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, finish_norms, like, moments_space
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
-ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
-STATE = 118  # registers of a thread for taps and windows
-# The same for many of them in float16, whose conversions take registers of their own: 5x5, stride
-# 2.
-STATE_HALF = 88
-WARPS = 4
+ENOUGH_WARPS = 8192  # to fill a GPU with
+RUN = 7  # adjacent columns that a thread has at most: sizes of images are often multiples
+ENOUGH_RUN = 4  # what is at the ends of runs, and computed twice, is then little enough
+# Registers of a thread for what it holds from one row to the next, by the channels that it has.
+STATE = {2: 140, 1: 160}
+SECTOR = 16  # channels of 16 bits that memory gives at once
+WARPS = 4  # of a program at most
 
 
 class DepthwiseTile(NamedTuple):
-    """Block sizes of one program."""
+    """Block sizes of one program: places of ``run`` output columns each, and channels."""
 
-    columns: int
+    places: int
     channels: int
+    run: int
+    num_warps: int
+
+    @property
+    def columns(self) -> int:
+        """Output columns."""
+        return self.places * self.run
 
 
 def window_rows(kernel: Sequence[int], geometry: ConvGeometry) -> int:
@@ -58,10 +65,27 @@ def constants(kernel: Sequence[int], geometry: ConvGeometry) -> dict[str, int]:
     return {f"{name}_{axis}": pair[i] for name, pair in pairs for i, axis in enumerate("HW")}
 
 
-@triton.jit
-def added(values, INDEX: tl.constexpr, value):
-    """The tuple with ``value`` added to one element."""
-    return values[:INDEX] + (values[INDEX] + value,) + values[INDEX + 1 :]
+def reach(kernel: Sequence[int], geometry: ConvGeometry, axis: int, run: int) -> tuple[int, int]:
+    """Outputs, from the first to before the last, that the inputs of a place meet, or are its own.
+
+    A place has ``run`` outputs along the axis, and as many times the stride inputs. At tap t, input
+    i of a place meets its output (i + padding - t dilation) / stride, if that is an integer.
+    """
+    step, padding, dilation = (values[axis] for values in geometry[:3])
+    met = set(range(run))
+    for i in range(run * step):
+        for t in range(kernel[axis]):
+            if (i + padding - t * dilation) % step == 0:
+                met.add((i + padding - t * dilation) // step)
+    return min(met), max(met) + 1
+
+
+def reaches(kernel: Sequence[int], geometry: ConvGeometry, run: int) -> dict[str, int]:
+    """The `reach` of a row and of a run of columns as constants of the kernel."""
+    found = {"RUN": run}
+    found["LOW_H"], found["HIGH_H"] = reach(kernel, geometry, 0, 1)
+    found["LOW_W"], found["HIGH_W"] = reach(kernel, geometry, 1, run)
+    return found
 
 
 @triton.jit
@@ -74,99 +98,100 @@ def zeros(COUNT: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def load_row(
-    base,
-    y,
-    z,
-    channel,
-    first_row,
-    end_row,
+def load_taps(weight, channel, has_channel, channels, TAPS: tl.constexpr, PLACES: tl.constexpr):
+    """The weights of each tap, [taps, C] in memory, for all places."""
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        w = tl.load(weight + tap * channels + channel, has_channel, other=0.0).to(tl.float32)
+        taps = taps + (tl.broadcast_to(w[None, :], PLACES, channel.shape[0]),)
+    return taps
+
+
+@triton.jit
+def columns_inside(
+    place,
     width,
+    has_channel,
+    OWN: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Masks of columns LOW to before HIGH of each place, and of all channels of a tile.
+
+    WHOLE: there is nothing beyond the OWN columns of the last place, and all of them are there.
+    """
+    inside = ()
+    for column in tl.static_range(LOW, HIGH):
+        if WHOLE and column >= 0 and column < OWN:
+            mask = tl.broadcast_to(has_channel[None, :], place.shape[0], has_channel.shape[0])
+        else:
+            z = place + column
+            mask = ((z >= 0) & (z < width))[:, None] & has_channel[None, :]
+        inside = inside + (mask,)
+    return inside
+
+
+@triton.jit
+def load_row(
+    places,
+    y,
+    height,
     row_stride,
-    column_stride,
-    channel_stride,
-    has_channel,
+    inside,
+    COLUMN: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
-    """Load row ``y`` at columns ``z`` of all channels of a tile; zero outside the given bounds.
+    """Load columns LOW to before HIGH, COLUMN elements apart, of each place in row ``y``.
 
-    The bounds are those of rows and columns.
+    They are zero where there is nothing. ``places`` are their pointers in the first row, ``inside``
+    the masks of the columns (`columns_inside`).
     """
-    mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[
-        None, :
-    ]
-    at = (y * row_stride + z * column_stride)[:, None] + (channel * channel_stride)[None, :]
-    return tl.load(base + at, mask, other=0.0)
+    exists = (y >= 0) & (y < height)
+    row = places + y * row_stride
+    values = ()
+    for i in tl.static_range(HIGH - LOW):
+        value = tl.load(row + (LOW + i) * COLUMN, inside[i] & exists, other=0.0)
+        values = values + (value,)
+    return values
 
 
 @triton.jit
-def _column_of_taps(
-    taps,
-    back,
-    rows,
-    g,
-    folded,
-    channel,
-    has_channel,
-    channels,
-    WANT_INPUT: tl.constexpr,
-    TAP: tl.constexpr,
-    INPUT: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Add column TAP of the kernel to taps and input gradients, and return both.
-
-    It meets the windows at INPUT, INPUT + STEP, ...
-    """
-    for r in tl.static_range(KERNEL_H):
-        taps = added(taps, r * KERNEL_W + TAP, rows[r * STEP + INPUT] * g)
-        if WANT_INPUT:
-            w = tl.load(folded + (r * KERNEL_W + TAP) * channels + channel, has_channel, other=0.0)
-            back = added(back, r * STEP + INPUT, w.to(tl.float32)[None, :] * g)
-    return taps, back
+def act_of_row(values, COUNT: tl.constexpr, ACT: tl.constexpr):
+    """The activation of loaded tiles in fp32. Zero, as beyond the edge, stays zero."""
+    after = ()
+    for i in tl.static_range(COUNT):
+        after = after + (act_forward(values[i].to(tl.float32), ACT),)
+    return after
 
 
 @triton.jit
-def _gradient(
+def _gradients(
     grad,
     kept,
     spread,
     y,
-    z,
-    channel,
-    has_channel,
     height,
-    width,
-    grad_channel,
-    grad_row,
-    grad_column,
-    kept_channel,
-    kept_row,
-    kept_column,
+    inside,
     ACT: tl.constexpr,
     MEAN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """Return act'(kept) grad of row ``y`` at columns ``z`` in the inputs' dtype, zero outside.
+    """Return act'(kept) grad of a loaded row ``y`` in fp32.
 
     MEAN: grad + act'(kept) spread, ``spread`` being a number a channel.
     """
-    g = load_row(
-        grad, y, z, channel, 0, height, width, grad_row, grad_column, grad_channel, has_channel
-    )
-    if ACT != "none":
-        k = load_row(
-            kept, y, z, channel, 0, height, width, kept_row, kept_column, kept_channel, has_channel
-        )
+    exists = (y >= 0) & (y < height)
+    gradients = ()
+    for i in tl.static_range(COUNT):
+        g = grad[i].to(tl.float32)
         if MEAN:
-            inside = ((z >= 0) & (z < width) & (y >= 0) & (y < height))[:, None] & has_channel[
-                None, :
-            ]
-            part = act_gradient(tl.where(inside, spread[None, :], 0.0), k, ACT)
-            g = (g.to(tl.float32) + part).to(g.dtype)
+            g += act_gradient(tl.where(inside[i] & exists, spread[None, :], 0.0), kept[i], ACT)
         else:
-            g = act_gradient(g.to(tl.float32), k, ACT).to(g.dtype)
-    return g.to(tl.float32)
+            g = act_gradient(g, kept[i], ACT)
+        gradients = gradients + (g,)
+    return gradients
 
 
 @triton.jit(
@@ -189,19 +214,19 @@ def depthwise_backward_kernel(
     x_sample,
     x_channel,
     x_row,
-    x_column,
+    x_column: tl.constexpr,
     gx_sample,
     gx_channel,
     gx_row,
-    gx_column,
+    gx_column: tl.constexpr,
     grad_sample,
     grad_channel,
     grad_row,
-    grad_column,
+    grad_column: tl.constexpr,
     kept_sample,
     kept_channel,
     kept_row,
-    kept_column,
+    kept_column: tl.constexpr,
     channels,
     height,
     width,
@@ -228,36 +253,39 @@ def depthwise_backward_kernel(
     GRADIENT_AT_OUTPUT: tl.constexpr,
     MORE: tl.constexpr,
     MEAN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    LOW_H: tl.constexpr,
+    HIGH_H: tl.constexpr,
+    LOW_W: tl.constexpr,
+    HIGH_W: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RUN: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """``steps`` rows of the output for one strip of columns and one block of channels of a sample.
+    """``steps`` rows of places for one strip of columns and one block of channels of a sample.
 
-    A place of a strip is STRIDE_W input columns, and the output column that follows when STRIDE_W
-    are stepped over. The input row q = p STRIDE - PADDING + r DILATION meets the output row p at
-    tap r; columns likewise. A program owns the input rows that are complete, and stored, at its
-    steps; gradients of a few rows before are gone through for them.
+    A place is an output row and RUN output columns, the STRIDE_H input rows and RUN STRIDE_W input
+    columns of the same numbers. Its inputs meet outputs from LOW to before HIGH of its own
+    (`reach`).
     """
     if ALIGN > 1:
         if LAST:
-            channels, x_row, x_column = (
-                multiple(channels, ALIGN),
-                multiple(x_row, ALIGN),
-                multiple(x_column, ALIGN),
-            )
-            gx_row, gx_column = multiple(gx_row, ALIGN), multiple(gx_column, ALIGN)
-            grad_row, grad_column = multiple(grad_row, ALIGN), multiple(grad_column, ALIGN)
-            kept_row, kept_column = multiple(kept_row, ALIGN), multiple(kept_column, ALIGN)
+            channels = multiple(channels, ALIGN)
+            x_row, gx_row = multiple(x_row, ALIGN), multiple(gx_row, ALIGN)
+            grad_row, kept_row = multiple(grad_row, ALIGN), multiple(kept_row, ALIGN)
         x_sample, gx_sample = multiple(x_sample, ALIGN), multiple(gx_sample, ALIGN)
         grad_sample, kept_sample = multiple(grad_sample, ALIGN), multiple(kept_sample, ALIGN)
+    PLACES: tl.constexpr = COLUMNS // RUN
+    WIDE: tl.constexpr = RUN * STRIDE_W  # input columns of a place
+    SPAN: tl.constexpr = HIGH_W - LOW_W  # output columns that they meet
+    TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     program = tl.program_id(0)
     channel_tile, rest = program % channel_tiles, program // channel_tiles
     strip, rest = rest % strips, rest // strips
     segment, sample = rest % segments, (rest // segments).to(tl.int64)
     channel = channel_tile * CHANNELS + tl.arange(0, CHANNELS)
     has_channel = channel < channels
-    place = strip * COLUMNS + tl.arange(0, COLUMNS)
+    place = strip * COLUMNS + tl.arange(0, PLACES) * RUN  # its first output column
     x += sample * x_sample
     gx += sample * gx_sample
     more += sample * gx_sample
@@ -270,144 +298,79 @@ def depthwise_backward_kernel(
             tl.float32
         )
         spread /= out_height * out_width
+    weights = ()
+    if WANT_INPUT:
+        weights = load_taps(folded, channel, has_channel, channels, TAPS, PLACES)
+    inside = columns_inside(place * STRIDE_W, width, has_channel, WIDE, 0, WIDE, WHOLE)
+    out_inside = columns_inside(place, out_width, has_channel, RUN, LOW_W, HIGH_W, WHOLE)
+    x += (place * STRIDE_W * x_column)[:, None] + (channel * x_channel)[None, :]
+    gx_at = (place * STRIDE_W * gx_column)[:, None] + (channel * gx_channel)[None, :]
+    grad += (place * grad_column)[:, None] + (channel * grad_channel)[None, :]
+    kept += (place * kept_column)[:, None] + (channel * kept_channel)[None, :]
 
-    first = segment * steps  # the rows of this program
-    top, bottom = (
-        first * STRIDE_H - PADDING_H,
-        tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H),
-    )
-    top = tl.maximum(top, 0)
-    begin = tl.maximum(first - (WINDOW - 1) // STRIDE_H, 0)
-    taps = zeros(KERNEL_H * KERNEL_W, COLUMNS, CHANNELS)
-    total = tl.zeros([COLUMNS, CHANNELS], tl.float32)
-    back = zeros(WINDOW * STRIDE_W if WANT_INPUT else 0, COLUMNS, CHANNELS)
-    rows = ()
-    for i in tl.static_range(WINDOW):
-        for b in tl.static_range(STRIDE_W):
-            value = load_row(
-                x,
-                begin * STRIDE_H - PADDING_H + i,
-                place * STRIDE_W + b,
-                channel,
-                top,
-                bottom,
-                width,
-                x_row,
-                x_column,
-                x_channel,
-                has_channel,
-            )
-            rows = rows + (activated(value, BEFORE).to(tl.float32),)
-    for p in range(begin, first + steps):
-        # Inputs are asked for before they are needed.
-        y = p * STRIDE_H - PADDING_H
-        following = ()
-        for i in tl.static_range(STRIDE_H):
-            for b in tl.static_range(STRIDE_W):
-                value = load_row(
-                    x,
-                    y + WINDOW + i,
-                    place * STRIDE_W + b,
-                    channel,
-                    top,
-                    bottom,
-                    width,
-                    x_row,
-                    x_column,
-                    x_channel,
-                    has_channel,
-                )
-                following = following + (value,)
-        g = _gradient(
-            grad,
-            kept,
-            spread,
-            p,
-            place,
-            channel,
-            has_channel,
-            out_height,
-            out_width,
-            grad_channel,
-            grad_row,
-            grad_column,
-            kept_channel,
-            kept_row,
-            kept_column,
-            ACT,
-            MEAN,
+    first = segment * steps
+    taps = zeros(TAPS, PLACES, CHANNELS)
+    total = tl.zeros([PLACES, CHANNELS], tl.float32)
+    window = zeros((HIGH_H - LOW_H) * SPAN, PLACES, CHANNELS)
+    for y in range(first + LOW_H, first + HIGH_H):
+        g = load_row(grad, y, out_height, grad_row, out_inside, grad_column, LOW_W, HIGH_W)
+        k = g
+        if ACT != "none":
+            k = load_row(kept, y, out_height, kept_row, out_inside, kept_column, LOW_W, HIGH_W)
+        window = window[SPAN:] + _gradients(
+            g, k, spread, y, out_height, out_inside, ACT, MEAN, SPAN
         )
-        total += tl.where(p >= first, g, 0.0)
-        for s in tl.static_range(KERNEL_W):
-            # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so
-            # much away from the place, the gradient.
-            away = (
-                (s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W
-            ) // STRIDE_W
-            g = _gradient(
-                grad,
-                kept,
-                spread,
-                p,
-                place + away,
-                channel,
-                has_channel,
-                out_height,
-                out_width,
-                grad_channel,
-                grad_row,
-                grad_column,
-                kept_channel,
-                kept_row,
-                kept_column,
-                ACT,
-                MEAN,
-            )
-            taps, back = _column_of_taps(
-                taps,
-                back,
-                rows,
-                g,
-                folded,
-                channel,
-                has_channel,
-                channels,
-                WANT_INPUT,
-                s,
-                (s * DILATION_W - PADDING_W) % STRIDE_W,
-                KERNEL_H,
-                KERNEL_W,
-                DILATION_H * STRIDE_W,
-            )
-        if WANT_INPUT:
-            for i in tl.static_range(STRIDE_H):
-                for b in tl.static_range(STRIDE_W):
-                    z = place * STRIDE_W + b
-                    mask = (
-                        (z < width)[:, None]
-                        & has_channel[None, :]
-                        & (y + i >= top)
-                        & (y + i < bottom)
-                    )
-                    at = ((y + i) * gx_row + z * gx_column)[:, None] + (channel * gx_channel)[
-                        None, :
-                    ]
-                    g = back[i * STRIDE_W + b]
-                    if MORE:
-                        g += tl.load(more + at, mask, other=0.0).to(tl.float32)
-                    if (
-                        BEFORE != "none" and not GRADIENT_AT_OUTPUT
-                    ):  # loaded a few rows ago: from the cache
-                        own = x + (
-                            ((y + i) * x_row + z * x_column)[:, None]
-                            + (channel * x_channel)[None, :]
-                        )
-                        g = act_gradient(g, tl.load(own, mask, other=0.0), BEFORE)
-                    tl.store(gx + at, g.to(gx.dtype.element_ty), mask)
-            back = back[STRIDE_H * STRIDE_W :] + zeros(STRIDE_H * STRIDE_W, COLUMNS, CHANNELS)
-        rows = rows[STRIDE_H * STRIDE_W :]
-        for i in tl.static_range(STRIDE_H * STRIDE_W):
-            rows = rows + (activated(following[i], BEFORE).to(tl.float32),)
+    for p in range(first, first + steps):
+        # All is asked for before it is needed, and before anything is stored.
+        y = p + HIGH_H
+        g = load_row(grad, y, out_height, grad_row, out_inside, grad_column, LOW_W, HIGH_W)
+        k = g
+        if ACT != "none":
+            k = load_row(kept, y, out_height, kept_row, out_inside, kept_column, LOW_W, HIGH_W)
+        inputs, others = (), ()
+        for i in tl.static_range(STRIDE_H):
+            q = p * STRIDE_H + i
+            inputs = inputs + load_row(x, q, height, x_row, inside, x_column, 0, WIDE)
+            if MORE:
+                others = others + load_row(
+                    more + gx_at, q, height, gx_row, inside, gx_column, 0, WIDE
+                )
+        for column in tl.static_range(RUN):
+            total += window[-LOW_H * SPAN + column - LOW_W]
+        for i in tl.static_range(STRIDE_H * WIDE):
+            value = act_forward(inputs[i].to(tl.float32), BEFORE)
+            back = tl.zeros([PLACES, CHANNELS], tl.float32)
+            moments = ()
+            for tap in tl.static_range(TAPS):
+                moment = taps[tap]
+                # Input row i // WIDE, column i % WIDE of the place; tap likewise (see `reach`).
+                if (i // WIDE + PADDING_H - tap // KERNEL_W * DILATION_H) % STRIDE_H == 0:
+                    if (i % WIDE + PADDING_W - tap % KERNEL_W * DILATION_W) % STRIDE_W == 0:
+                        met = window[
+                            (
+                                (i // WIDE + PADDING_H - tap // KERNEL_W * DILATION_H) // STRIDE_H
+                                - LOW_H
+                            )
+                            * SPAN
+                            + (i % WIDE + PADDING_W - tap % KERNEL_W * DILATION_W) // STRIDE_W
+                            - LOW_W
+                        ]
+                        moment = tl.fma(value, met, moment)
+                        if WANT_INPUT:
+                            back = tl.fma(weights[tap], met, back)
+                moments = moments + (moment,)
+            taps = moments
+            if WANT_INPUT:
+                if MORE:
+                    back += others[i].to(tl.float32)
+                if not GRADIENT_AT_OUTPUT:
+                    back = act_gradient(back, inputs[i], BEFORE)
+                q = p * STRIDE_H + i // WIDE
+                at = gx_at + q * gx_row + i % WIDE * gx_column
+                tl.store(gx + at, back.to(gx.dtype.element_ty), inside[i % WIDE] & (q < height))
+        window = window[SPAN:] + _gradients(
+            g, k, spread, y, out_height, out_inside, ACT, MEAN, SPAN
+        )
 
     part = (sample * segments + segment) * strips + strip
     square = tl.zeros([CHANNELS], tl.float32)
@@ -433,20 +396,52 @@ def depthwise_backward_kernel(
         tl.store(squares + program, tl.sum(square * factor * factor))
 
 
-def lanes(dtype: torch.dtype, tiles: int, state: int) -> int:
-    """Return the elements of each of ``tiles`` tiles that a thread holds.
+def tile_of(
+    state: Callable[[int], int], columns: int, channels: int, last: bool
+) -> DepthwiseTile | None:
+    """Return block sizes; None where not even a run of one column fits the registers.
 
-    They are as many as one load takes, if the registers allow it.
+    A thread has two adjacent channels if the registers allow it for a run that is long enough to
+    share its gradients or inputs, else one; and the longest run that fits. Where columns are
+    adjacent in memory there are no runs, so that neighbouring threads load neighbouring columns.
+
+    Args:
+        state: registers of one channel of a run of so many columns.
+        columns: of the output.
+        channels: of it.
+        last: they are adjacent in memory.
     """
-    widest = 4 if dtype == torch.float32 else 8
-    return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= state), 1)
+    runs = range(min(RUN, columns) if last else 1, 0, -1)
+    enough = min(ENOUGH_RUN, runs[0])
+    for lanes, most in STATE.items():
+        run = next((run for run in runs if lanes * state(run) <= most), 0)
+        if run >= enough or (lanes == 1 and run > 0):
+            return _shared(lanes, run, columns, channels, last)
+    return None
 
 
-def tile_of(elements: int, places: int, channels: int, last: bool) -> DepthwiseTile:
-    """Share ``elements`` between columns and channels: whole memory sectors, then all columns."""
-    least = min(16 if last else 1, triton.next_power_of_2(channels), elements)
-    columns = min(triton.next_power_of_2(places), elements // least)
-    return DepthwiseTile(columns, min(triton.next_power_of_2(channels), elements // columns))
+def _shared(lanes: int, run: int, columns: int, channels: int, last: bool) -> DepthwiseTile:
+    """Share a program's threads, of so many channels and columns each, between both axes.
+
+    Where channels are adjacent, a warp at least, and whole memory sectors; all columns if it can.
+    """
+    places = triton.next_power_of_2(triton.cdiv(columns, run))
+    run = triton.cdiv(columns, places)  # the same places with as few columns as do
+    widest = triton.next_power_of_2(channels)
+    if last:
+        across = min(widest, max(SECTOR, 32 * lanes // places))
+        places = min(places, 32 * WARPS * lanes // across)
+        return DepthwiseTile(places, across, run, max(1, places * across // (32 * lanes)))
+    places = min(places, 32 * WARPS)
+    return DepthwiseTile(places, min(widest, 32 * WARPS * lanes // places), run, WARPS)
+
+
+def most_registers(geometry: ConvGeometry, last: bool) -> int | None:
+    """Return the registers a thread where ptxas alone would spill, or None.
+
+    It would spill for occupancy's sake, where columns are stepped over or adjacent in memory.
+    """
+    return 255 if geometry.stride[1] > 1 or not last else None
 
 
 def taps_first(weight: Tensor) -> Tensor:
@@ -454,27 +449,30 @@ def taps_first(weight: Tensor) -> Tensor:
     return weight.flatten(1).mT.contiguous()
 
 
-@tuned("columns", "channels")
+@tuned("places", "channels", "run", "num_warps")
 def backward_tile(
     dtype: torch.dtype,
     kernel: Sequence[int],
     geometry: ConvGeometry,
-    places: int,
+    columns: int,
     channels: int,
     want: bool,
     last: bool,
-    bent: bool = False,
 ) -> DepthwiseTile | None:
-    """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
+    """Return block sizes of the backward kernel; None if what is held overfills the registers.
 
-    ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the
-    gradient of a mean added.
+    ``dtype`` is there for the table of measured ones alone.
     """
-    tiles = prod(kernel) + window_rows(kernel, geometry) * geometry.stride[1] * (2 if want else 1)
-    if tiles > STATE:
-        return None
-    state = STATE_HALF if dtype == torch.float16 and tiles > 40 else STATE - 44 * bent
-    return tile_of(32 * WARPS * lanes(dtype, tiles, state), places, channels, last)
+    low, high = reach(kernel, geometry, 0, 1)
+
+    def state(run: int) -> int:
+        """Registers for window, taps, weights, inputs and what is added to their gradients."""
+        left, right = reach(kernel, geometry, 1, run)
+        window = (high - low) * (right - left)
+        inputs = 2 * run * prod(geometry.stride)
+        return window + prod(kernel) * (2 if want else 1) + inputs
+
+    return tile_of(state, columns, channels, last)
 
 
 def folded_conv_backward(
@@ -495,11 +493,8 @@ def folded_conv_backward(
     tensors = (inputs, gx, grad, kept)
     last = all(map(channels_last, tensors))
     kernel = block.weight.shape[2:]
-    places = max(triton.cdiv(width, geometry.stride[1]), out_width)
-    bent = x.activation not in KEEPS_OUTPUT and (
-        gradients.mean is not None or geometry.stride[1] > 1
-    )
-    tile = backward_tile(inputs.dtype, kernel, geometry, places, channels, want_input, last, bent)
+    columns = max(triton.cdiv(width, geometry.stride[1]), out_width)
+    tile = backward_tile(inputs.dtype, kernel, geometry, columns, channels, want_input, last)
     if tile is None:
         return NotImplemented
     added = gradients.loaded is not None
@@ -507,9 +502,11 @@ def folded_conv_backward(
     folded = taps_first(block.folded) if want_input else inputs
     align = alignment(inputs.dtype, last, *tensors) if last else 1
     weight, statistics = block.weight.contiguous(), block.statistics.contiguous()
-    channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(places, tile.columns)
-    steps = max(triton.cdiv(height + geometry.padding[0], geometry.stride[0]), out_height)
-    segments = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, count * channel_tiles * strips), steps // 8))
+    channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(columns, tile.columns)
+    steps = max(triton.cdiv(height, geometry.stride[0]), out_height)
+    whole = strips * tile.columns == out_width and out_width * geometry.stride[1] == width
+    warps = count * channel_tiles * strips * tile.num_warps
+    segments = max(1, min(triton.cdiv(ENOUGH_WARPS, warps), steps // 8))
     steps = triton.cdiv(steps, segments)
     moments = moments_space(inputs, segments * strips, prod(kernel), channels, channel_tiles, 1)
     with on_device(inputs):
@@ -546,10 +543,12 @@ def folded_conv_backward(
             MORE=added,
             MEAN=gradients.mean is not None,
             **constants(kernel, geometry),
-            WINDOW=window_rows(kernel, geometry),
+            **reaches(kernel, geometry, tile.run),
+            WHOLE=whole,
             COLUMNS=tile.columns,
             CHANNELS=tile.channels,
-            num_warps=WARPS,
+            num_warps=tile.num_warps,
+            maxnreg=most_registers(geometry, last),
         )
     return gx if want_input else None, *finish_norms(*moments, weight, statistics)
 

@@ -1,10 +1,10 @@
 """Depthwise folded convolutions: the forward pass; the backward pass is depthwise.py's.
 
-A program makes ROWS rows of the output for a strip of columns and a block of channels. Each input
-row is loaded once for each column of the kernel and added to every output row that it meets, held
-in registers. Traffic: the input is read once and the output written once, and where the derivative
-needs it the activation's input too; the rows and columns that neighbouring programs share are read
-again, from the cache.
+A program walks down at most ROWS rows of the output for a strip of columns and a block of channels.
+A thread has places of RUN adjacent columns. In registers it holds the window of input rows that an
+output row meets, activated once as they enter from below, and all taps. Traffic: the input is read
+once and the output written once, and where the derivative needs it the activation's input too; the
+rows and columns that neighbouring places and programs share are read again, from the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_forward, activated
 from fastlr.kernels.depthwise import (
-    WARPS,
     DepthwiseTile,
-    added,
+    act_of_row,
+    columns_inside,
     constants,
-    lanes,
     load_row,
+    load_taps,
+    most_registers,
     taps_first,
     tile_of,
     window_rows,
@@ -37,10 +38,12 @@ from fastlr.ops.block import Block, Loaded
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
-ROWS = 4
+ROWS = 16  # of the output that a program makes at most
 
 
-@triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "strips", "row_tiles"])
+@triton.jit(
+    do_not_specialize=["height", "width", "out_height", "out_width", "strips", "segments", "steps"]
+)
 def folded_depthwise_kernel(
     x,
     weight,
@@ -52,11 +55,11 @@ def folded_depthwise_kernel(
     x_sample,
     x_channel,
     x_row,
-    x_column,
+    x_column: tl.constexpr,
     out_sample,
     out_channel,
     out_row,
-    out_column,
+    out_column: tl.constexpr,
     channels,
     height,
     width,
@@ -64,7 +67,8 @@ def folded_depthwise_kernel(
     out_width,
     channel_tiles,
     strips,
-    row_tiles,
+    segments,
+    steps,
     ACT: tl.constexpr,
     KEEP: tl.constexpr,
     ADD: tl.constexpr,
@@ -81,84 +85,84 @@ def folded_depthwise_kernel(
     BEFORE: tl.constexpr,
     OF_RESIDUAL: tl.constexpr,
     MEAN: tl.constexpr,
-    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RUN: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """ROWS x COLUMNS of the output of one block of channels of one sample; ``weight``: [taps, C].
+    """``steps`` rows of the output for a strip of columns and a block of channels.
 
-    MEAN: ``out`` is the activation's input, ``means`` the program's part of the mean of the
-    activation.
+    ``residual``, ``out`` and ``kept`` have the same strides.
+
+    MEAN: ``out`` is left without the activation, and the activation's mean over the positions goes
+    to ``means``, a part from each program.
     """
     if ALIGN > 1:
         if LAST:
-            channels, x_row, x_column = (
-                multiple(channels, ALIGN),
-                multiple(x_row, ALIGN),
-                multiple(x_column, ALIGN),
-            )
-            out_row, out_column = multiple(out_row, ALIGN), multiple(out_column, ALIGN)
+            channels = multiple(channels, ALIGN)
+            x_row, out_row = multiple(x_row, ALIGN), multiple(out_row, ALIGN)
         x_sample, out_sample = multiple(x_sample, ALIGN), multiple(out_sample, ALIGN)
+    PLACES: tl.constexpr = COLUMNS // RUN
+    # Rows and columns of the inputs that a place holds.
+    SPAN: tl.constexpr = (RUN - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1
+    TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     program = tl.program_id(0)
     channel_tile, rest = program % channel_tiles, program // channel_tiles
     strip, rest = rest % strips, rest // strips
-    first, sample = rest % row_tiles * ROWS, (rest // row_tiles).to(tl.int64)
+    segment, sample = rest % segments, (rest // segments).to(tl.int64)
     channel = channel_tile * CHANNELS + tl.arange(0, CHANNELS)
     has_channel = channel < channels
-    column = strip * COLUMNS + tl.arange(0, COLUMNS)
+    place = strip * COLUMNS + tl.arange(0, PLACES) * RUN  # its first output column
     x += sample * x_sample
 
-    sums = zeros(ROWS, COLUMNS, CHANNELS)
-    for i in tl.static_range((ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1):
-        for s in tl.static_range(KERNEL_W):
-            value = load_row(
-                x,
-                first * STRIDE_H - PADDING_H + i,
-                column * STRIDE_W - PADDING_W + s * DILATION_W,
-                channel,
-                0,
-                height,
-                width,
-                x_row,
-                x_column,
-                x_channel,
-                has_channel,
-            )
-            value = activated(value, BEFORE).to(tl.float32)
-            for r in tl.static_range(KERNEL_H):
-                if i >= r * DILATION_H and (i - r * DILATION_H) % STRIDE_H == 0:
-                    if (i - r * DILATION_H) // STRIDE_H < ROWS:
-                        w = tl.load(
-                            weight + (r * KERNEL_W + s) * channels + channel, has_channel, other=0.0
-                        )
-                        sums = added(
-                            sums,
-                            (i - r * DILATION_H) // STRIDE_H,
-                            value * w.to(tl.float32)[None, :],
-                        )
-
+    taps = load_taps(weight, channel, has_channel, channels, TAPS, PLACES)
     shift = tl.load(bias + channel, has_channel, other=0.0).to(tl.float32)[None, :]
-    base = sample * out_sample
-    total = tl.zeros([COLUMNS, CHANNELS], tl.float32)
-    for i in tl.static_range(ROWS):
-        mask = (column < out_width)[:, None] & has_channel[None, :] & (first + i < out_height)
-        at = ((first + i) * out_row + column * out_column)[:, None] + (channel * out_channel)[
-            None, :
-        ]
-        pre = sums[i] + shift
-        if ADD:
-            pre += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(
-                tl.float32
+    shift = tl.broadcast_to(shift, PLACES, CHANNELS)
+    inside = columns_inside(
+        place * STRIDE_W, width, has_channel, RUN * STRIDE_W, -PADDING_W, SPAN - PADDING_W, WHOLE
+    )
+    out_inside = columns_inside(place, out_width, has_channel, RUN, 0, RUN, WHOLE)
+    x += (place * STRIDE_W * x_column)[:, None] + (channel * x_channel)[None, :]
+    out_at = (place * out_column)[:, None] + (channel * out_channel)[None, :]
+    out_at += sample * out_sample
+    total = tl.zeros([PLACES, CHANNELS], tl.float32)
+    first = segment * steps
+    top = first * STRIDE_H - PADDING_H
+    window = zeros(WINDOW * SPAN, PLACES, CHANNELS)
+    for y in range(top, top + WINDOW):
+        entering = load_row(x, y, height, x_row, inside, x_column, -PADDING_W, SPAN - PADDING_W)
+        window = window[SPAN:] + act_of_row(entering, SPAN, BEFORE)
+    for row in range(first, tl.minimum(first + steps, out_height)):
+        # Inputs are asked for before they are needed.
+        entering = ()
+        for i in tl.static_range(STRIDE_H):
+            y = row * STRIDE_H - PADDING_H + WINDOW + i
+            entering = entering + load_row(
+                x, y, height, x_row, inside, x_column, -PADDING_W, SPAN - PADDING_W
             )
-        if KEEP:
-            tl.store(kept + base + at, pre.to(kept.dtype.element_ty), mask)
-        after = act_forward(pre, ACT)
-        if MEAN:
-            total += tl.where(mask, after, 0.0)
-            after = pre
-        tl.store(out + base + at, after.to(out.dtype.element_ty), mask)
+        for i in tl.static_range(RUN):
+            pre = shift
+            for tap in tl.static_range(TAPS):
+                met = window[
+                    tap // KERNEL_W * DILATION_H * SPAN + i * STRIDE_W + tap % KERNEL_W * DILATION_W
+                ]
+                pre = tl.fma(taps[tap], met, pre)
+            at, mask = out_at + row * out_row + i * out_column, out_inside[i]
+            if ADD:
+                pre += activated(tl.load(residual + at, mask, other=0.0), OF_RESIDUAL).to(
+                    tl.float32
+                )
+            if KEEP:
+                tl.store(kept + at, pre.to(kept.dtype.element_ty), mask)
+            after = act_forward(pre, ACT)
+            if MEAN:
+                total += tl.where(mask, after, 0.0)
+                after = pre
+            tl.store(out + at, after.to(out.dtype.element_ty), mask)
+        window = window[STRIDE_H * SPAN :] + act_of_row(entering, STRIDE_H * SPAN, BEFORE)
     if MEAN:
-        part = (sample * row_tiles + first // ROWS) * strips + strip
+        part = (sample * segments + segment) * strips + strip
         tl.store(
             means + part * channels + channel,
             tl.sum(total, 0) / (out_height * out_width),
@@ -166,39 +170,27 @@ def folded_depthwise_kernel(
         )
 
 
-@tuned("columns", "channels")
+@tuned("places", "channels", "run", "num_warps")
 def forward_tile(
     dtype: torch.dtype,
     kernel: Sequence[int],
+    geometry: ConvGeometry,
     columns: int,
     channels: int,
     last: bool,
-    before: str = "none",
-) -> DepthwiseTile:
-    """Return the forward kernel's block sizes.
+) -> DepthwiseTile | None:
+    """Return the forward kernel's block sizes; None if the window overfills the registers.
 
-    All taps are held in registers, and the unaligned loads of planes take many.
+    ``dtype`` is there for the table of measured ones alone.
     """
-    state = 70
-    if last:
-        state = 140 if before in ("none", "relu") else 128
-    held = lanes(dtype, prod(kernel) + 2 * ROWS, state)
-    return tile_of(32 * WARPS * held, columns, channels, last)
+    height = window_rows(kernel, geometry)
 
+    def state(run: int) -> int:
+        """Registers of a thread for the window, its next rows, the weights and the sums."""
+        span = (run - 1) * geometry.stride[1] + (kernel[1] - 1) * geometry.dilation[1] + 1
+        return (height + geometry.stride[0]) * span + prod(kernel) + 2 * run
 
-def most_registers(
-    dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, last: bool
-) -> int | None:
-    """Return the forward kernel's registers a thread where ptxas alone would spill, or None.
-
-    It would spill for occupancy's sake.
-    """
-    taps = prod(kernel)
-    if geometry.stride[1] > 1:
-        spills = taps == 25
-    else:
-        spills = taps == 49 and not last
-    return 255 if spills and dtype != torch.float32 else None
+    return tile_of(state, columns, channels, last)
 
 
 def folded_conv(
@@ -218,12 +210,13 @@ def folded_conv(
     keeps_output = mean or block.activation in KEEPS_OUTPUT
     kept = out if keeps_output else torch.empty_like(out)
     last = channels_last(inputs)
-    tile = forward_tile(inputs.dtype, kernel, size[1], channels, last, x.activation)
-    tiles = (
-        triton.cdiv(channels, tile.channels),
-        triton.cdiv(size[1], tile.columns),
-        triton.cdiv(size[0], ROWS),
-    )
+    tile = forward_tile(inputs.dtype, kernel, geometry, size[1], channels, last)
+    if tile is None:
+        return NotImplemented
+    segments = triton.cdiv(size[0], ROWS)
+    steps = triton.cdiv(size[0], segments)
+    tiles = triton.cdiv(channels, tile.channels), triton.cdiv(size[1], tile.columns), segments
+    whole = tiles[1] * tile.columns == size[1] and size[1] * geometry.stride[1] == width
     added, of_residual = out, "none"
     if residual is not None:
         added, of_residual = like(residual.tensor, out), residual.activation
@@ -248,6 +241,7 @@ def folded_conv(
             width,
             *size,
             *tiles,
+            steps,
             ACT=block.activation,
             KEEP=kept is not out,
             ADD=residual is not None,
@@ -257,11 +251,13 @@ def folded_conv(
             BEFORE=x.activation,
             OF_RESIDUAL=of_residual,
             MEAN=mean,
-            ROWS=ROWS,
+            WINDOW=window_rows(kernel, geometry),
+            WHOLE=whole,
+            RUN=tile.run,
             COLUMNS=tile.columns,
             CHANNELS=tile.channels,
-            num_warps=WARPS,
-            maxnreg=most_registers(inputs.dtype, kernel, geometry, last),
+            num_warps=tile.num_warps,
+            maxnreg=most_registers(geometry, last),
         )
     if not mean:
         return out, kept

@@ -54,6 +54,14 @@ def test_a_loop_that_is_not_known_is_refused():
         trips.trips("paint_kernel", ["row"], {"COUNT": 10})
 
 
+def test_a_loop_is_named_by_its_comparison_where_the_branch_has_another_line():
+    file = "shape_images.py"
+    header = (ROOT / "kernels" / file).read_text().partition("for step in")[0].count("\n") + 1
+    compare = Instruction("UISETP", "UP0, UR4", line=(file, header))
+    block = sass.Block("", [compare, Instruction("BRA", "UP0, `(.L)", line=(file, 1))], [0], [0])
+    assert trips.loop_names(sass.Code([block], [sass.Loop(0, {0})])) == ["step"]
+
+
 def test_loads_before_the_first_wait_are_in_flight():
     loads = [Instruction("LDG.E.128", sets=0), Instruction("LDG.E.64", sets=1)]
     block = sass.Block("", [*loads, Instruction("FADD", waits=(0,)), Instruction("EXIT")])
