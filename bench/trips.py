@@ -19,6 +19,9 @@ from bench.compile_kernels import KERNELS
 from bench.sass import Code, Instruction
 
 Trips = dict[str, float | list[float]]
+# A loop of compute capability 10.0 that asks whether a product is done, or memory for it free: the
+# source has none there, and one trip is counted.
+WAITING, ASKING = "waiting", ("SYNCS", "UTCATOMSWS")
 _PREDICATE = re.compile(r"U?P\d")
 _HEADER = re.compile(r"(?:for (\w+) in|while (\w+) <)")
 
@@ -104,12 +107,14 @@ def sums_kernel(launch: Any) -> Trips:
 
 
 def loop_names(code: Code) -> list[str]:
-    """Name the variable that each loop of a disassembly counts with in the source."""
+    """Name the variable that each loop of a disassembly counts with in the source, or `WAITING`."""
     return [_name_of(code, number) for number in range(len(code.loops))]
 
 
 def _name_of(code: Code, number: int) -> str:
     head, blocks = code.loops[number]
+    if len(blocks) == 1 and any(i.kind in ASKING for i in code.blocks[head].instructions):
+        return WAITING
     for end in sorted(blocks, reverse=True):
         if head not in code.blocks[end].next:
             continue
@@ -161,6 +166,7 @@ def trips(kernel: str, names: list[str], arguments: dict[str, Any]) -> list[floa
         return []
     of_kernel = globals().get(kernel)
     by_name = of_kernel(SimpleNamespace(**arguments)) if of_kernel else {}
+    by_name = {**by_name, WAITING: 1.0}
     found = []
     for number, name in enumerate(names):
         if name not in by_name:
