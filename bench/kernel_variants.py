@@ -414,7 +414,7 @@ def depthwise_constants(
     """What both passes know of their geometry, their tile and the strides of their tensors."""
     constants: dict[str, Any] = dict(depthwise_module.constants(kernel, how))
     for tensor in tensors.split():
-        constants[f"{tensor}_column"] = channels if last else 1
+        constants[f"{tensor.upper()}_COLUMN"] = channels if last else 1
     if last:
         constants |= contiguous(tensors, "channel")
     return constants | {"COLUMNS": tile.columns, "CHANNELS": tile.channels}

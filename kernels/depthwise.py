@@ -214,19 +214,15 @@ def depthwise_backward_kernel(
     x_sample,
     x_channel,
     x_row,
-    x_column: tl.constexpr,
     gx_sample,
     gx_channel,
     gx_row,
-    gx_column: tl.constexpr,
     grad_sample,
     grad_channel,
     grad_row,
-    grad_column: tl.constexpr,
     kept_sample,
     kept_channel,
     kept_row,
-    kept_column: tl.constexpr,
     channels,
     height,
     width,
@@ -241,6 +237,10 @@ def depthwise_backward_kernel(
     SPLIT: tl.constexpr,
     LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    GX_COLUMN: tl.constexpr,
+    GRAD_COLUMN: tl.constexpr,
+    KEPT_COLUMN: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -303,37 +303,37 @@ def depthwise_backward_kernel(
         weights = load_taps(folded, channel, has_channel, channels, TAPS, PLACES)
     inside = columns_inside(place * STRIDE_W, width, has_channel, WIDE, 0, WIDE, WHOLE)
     out_inside = columns_inside(place, out_width, has_channel, RUN, LOW_W, HIGH_W, WHOLE)
-    x += (place * STRIDE_W * x_column)[:, None] + (channel * x_channel)[None, :]
-    gx_at = (place * STRIDE_W * gx_column)[:, None] + (channel * gx_channel)[None, :]
-    grad += (place * grad_column)[:, None] + (channel * grad_channel)[None, :]
-    kept += (place * kept_column)[:, None] + (channel * kept_channel)[None, :]
+    x += (place * STRIDE_W * X_COLUMN)[:, None] + (channel * x_channel)[None, :]
+    gx_at = (place * STRIDE_W * GX_COLUMN)[:, None] + (channel * gx_channel)[None, :]
+    grad += (place * GRAD_COLUMN)[:, None] + (channel * grad_channel)[None, :]
+    kept += (place * KEPT_COLUMN)[:, None] + (channel * kept_channel)[None, :]
 
     first = segment * steps
     taps = zeros(TAPS, PLACES, CHANNELS)
     total = tl.zeros([PLACES, CHANNELS], tl.float32)
     window = zeros((HIGH_H - LOW_H) * SPAN, PLACES, CHANNELS)
     for y in range(first + LOW_H, first + HIGH_H):
-        g = load_row(grad, y, out_height, grad_row, out_inside, grad_column, LOW_W, HIGH_W)
+        g = load_row(grad, y, out_height, grad_row, out_inside, GRAD_COLUMN, LOW_W, HIGH_W)
         k = g
         if ACT != "none":
-            k = load_row(kept, y, out_height, kept_row, out_inside, kept_column, LOW_W, HIGH_W)
+            k = load_row(kept, y, out_height, kept_row, out_inside, KEPT_COLUMN, LOW_W, HIGH_W)
         window = window[SPAN:] + _gradients(
             g, k, spread, y, out_height, out_inside, ACT, MEAN, SPAN
         )
     for p in range(first, first + steps):
         # All is asked for before it is needed, and before anything is stored.
         y = p + HIGH_H
-        g = load_row(grad, y, out_height, grad_row, out_inside, grad_column, LOW_W, HIGH_W)
+        g = load_row(grad, y, out_height, grad_row, out_inside, GRAD_COLUMN, LOW_W, HIGH_W)
         k = g
         if ACT != "none":
-            k = load_row(kept, y, out_height, kept_row, out_inside, kept_column, LOW_W, HIGH_W)
+            k = load_row(kept, y, out_height, kept_row, out_inside, KEPT_COLUMN, LOW_W, HIGH_W)
         inputs, others = (), ()
         for i in tl.static_range(STRIDE_H):
             q = p * STRIDE_H + i
-            inputs = inputs + load_row(x, q, height, x_row, inside, x_column, 0, WIDE)
+            inputs = inputs + load_row(x, q, height, x_row, inside, X_COLUMN, 0, WIDE)
             if MORE:
                 others = others + load_row(
-                    more + gx_at, q, height, gx_row, inside, gx_column, 0, WIDE
+                    more + gx_at, q, height, gx_row, inside, GX_COLUMN, 0, WIDE
                 )
         for column in tl.static_range(RUN):
             total += window[-LOW_H * SPAN + column - LOW_W]
@@ -366,7 +366,7 @@ def depthwise_backward_kernel(
                 if not GRADIENT_AT_OUTPUT:
                     back = act_gradient(back, inputs[i], BEFORE)
                 q = p * STRIDE_H + i // WIDE
-                at = gx_at + q * gx_row + i % WIDE * gx_column
+                at = gx_at + q * gx_row + i % WIDE * GX_COLUMN
                 tl.store(gx + at, back.to(gx.dtype.element_ty), inside[i % WIDE] & (q < height))
         window = window[SPAN:] + _gradients(
             g, k, spread, y, out_height, out_inside, ACT, MEAN, SPAN
@@ -523,7 +523,7 @@ def folded_conv_backward(
             gradients.mean,
             gx,
             *moments,
-            *itertools.chain(*(t.stride() for t in tensors)),
+            *itertools.chain(*(t.stride()[:3] for t in tensors)),
             channels,
             height,
             width,
@@ -538,6 +538,10 @@ def folded_conv_backward(
             SPLIT=segments * strips > 1,
             LAST=last,
             ALIGN=align,
+            X_COLUMN=inputs.stride(3),
+            GX_COLUMN=gx.stride(3),
+            GRAD_COLUMN=grad.stride(3),
+            KEPT_COLUMN=kept.stride(3),
             BEFORE=x.activation,
             GRADIENT_AT_OUTPUT=x.gradient_at_output,
             MORE=added,

@@ -55,11 +55,9 @@ def folded_depthwise_kernel(
     x_sample,
     x_channel,
     x_row,
-    x_column: tl.constexpr,
     out_sample,
     out_channel,
     out_row,
-    out_column: tl.constexpr,
     channels,
     height,
     width,
@@ -74,6 +72,8 @@ def folded_depthwise_kernel(
     ADD: tl.constexpr,
     LAST: tl.constexpr,
     ALIGN: tl.constexpr,
+    X_COLUMN: tl.constexpr,
+    OUT_COLUMN: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -123,15 +123,15 @@ def folded_depthwise_kernel(
         place * STRIDE_W, width, has_channel, RUN * STRIDE_W, -PADDING_W, SPAN - PADDING_W, WHOLE
     )
     out_inside = columns_inside(place, out_width, has_channel, RUN, 0, RUN, WHOLE)
-    x += (place * STRIDE_W * x_column)[:, None] + (channel * x_channel)[None, :]
-    out_at = (place * out_column)[:, None] + (channel * out_channel)[None, :]
+    x += (place * STRIDE_W * X_COLUMN)[:, None] + (channel * x_channel)[None, :]
+    out_at = (place * OUT_COLUMN)[:, None] + (channel * out_channel)[None, :]
     out_at += sample * out_sample
     total = tl.zeros([PLACES, CHANNELS], tl.float32)
     first = segment * steps
     top = first * STRIDE_H - PADDING_H
     window = zeros(WINDOW * SPAN, PLACES, CHANNELS)
     for y in range(top, top + WINDOW):
-        entering = load_row(x, y, height, x_row, inside, x_column, -PADDING_W, SPAN - PADDING_W)
+        entering = load_row(x, y, height, x_row, inside, X_COLUMN, -PADDING_W, SPAN - PADDING_W)
         window = window[SPAN:] + act_of_row(entering, SPAN, BEFORE)
     for row in range(first, tl.minimum(first + steps, out_height)):
         # Inputs are asked for before they are needed.
@@ -139,7 +139,7 @@ def folded_depthwise_kernel(
         for i in tl.static_range(STRIDE_H):
             y = row * STRIDE_H - PADDING_H + WINDOW + i
             entering = entering + load_row(
-                x, y, height, x_row, inside, x_column, -PADDING_W, SPAN - PADDING_W
+                x, y, height, x_row, inside, X_COLUMN, -PADDING_W, SPAN - PADDING_W
             )
         for i in tl.static_range(RUN):
             pre = shift
@@ -148,7 +148,7 @@ def folded_depthwise_kernel(
                     tap // KERNEL_W * DILATION_H * SPAN + i * STRIDE_W + tap % KERNEL_W * DILATION_W
                 ]
                 pre = tl.fma(taps[tap], met, pre)
-            at, mask = out_at + row * out_row + i * out_column, out_inside[i]
+            at, mask = out_at + row * out_row + i * OUT_COLUMN, out_inside[i]
             if ADD:
                 pre += activated(tl.load(residual + at, mask, other=0.0), OF_RESIDUAL).to(
                     tl.float32
@@ -234,8 +234,8 @@ def folded_conv(
             out,
             kept,
             means,
-            *inputs.stride(),
-            *out.stride(),
+            *inputs.stride()[:3],
+            *out.stride()[:3],
             channels,
             height,
             width,
@@ -247,6 +247,8 @@ def folded_conv(
             ADD=residual is not None,
             LAST=last,
             ALIGN=align,
+            X_COLUMN=inputs.stride(3),
+            OUT_COLUMN=out.stride(3),
             **constants(kernel, geometry),
             BEFORE=x.activation,
             OF_RESIDUAL=of_residual,
