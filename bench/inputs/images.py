@@ -1,12 +1,12 @@
-"""The images that are tried: with the data's spectrum or covariance, dead leaves, fractal noise.
+"""The images that are tried beside `fastlr.GaussianInputs`.
 
-Each is a function of seed, index and what was fitted, made on the CPU, image by image.
+Those with the data's spectrum, dead leaves, fractal noise. Each is a function of seed, index and
+what was fitted, made on the CPU, image by image.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,7 @@ from fastlr.inputs import ShapeImages
 from fastlr.inputs.base import Inputs
 from fastlr.ops.philox import indices, normals, random_words
 
-GAUSSIAN, FIELD, LEAVES = 1001, 1002, 1003  # streams of random words that fastlr uses for nothing
-GRID = 2.0**12  # images are fitted to a multiple of 1 / GRID, so that their sums are exact
+FIELD, LEAVES = 1002, 1003  # streams of random words that fastlr uses for nothing
 LEAVES_AT_ONCE = 64
 MOST_LEAVES = 4096
 
@@ -43,45 +42,6 @@ def digest(*tensors: Tensor) -> str:
         total.update(repr(tuple(tensor.shape)).encode())
         total.update(torch.view_as_real(tensor + 0j).contiguous().numpy().tobytes())
     return total.hexdigest()[:32]
-
-
-class GaussianImages(Inputs):
-    """Gaussian images with the mean and the covariance of some images of the data.
-
-    x = m + sum_i z_i (x_i - m) / sqrt(n - 1), with z_i ~ N(0, 1) and m the mean of the n images
-    x_i: so a pixel's mean, its covariance with every other, and the power spectrum are theirs.
-
-    The sum is of multiples of 2**-32 far below 2**21, hence exact in float64 in any order.
-
-    Batches are ``[n, C, H, W]``.
-    """
-
-    def __init__(self, mean: Tensor, deviations: Tensor) -> None:
-        self.mean, self.deviations = mean, deviations
-
-    @classmethod
-    def fit(cls, x: Tensor) -> GaussianImages:
-        """Fit some hundred images, as the network sees them, ``[n, C, H, W]``."""
-        images = torch.round(check_images(x) * GRID) / GRID
-        mean = torch.round(images.mean(0) * GRID) / GRID
-        return cls(mean, images - mean)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the class, the number of images that were fitted, and the hash of what they left.
-
-        It is ready for JSON.
-        """
-        fitted = digest(self.mean, self.deviations)
-        return {"inputs": "GaussianImages", "images": len(self.deviations), "fitted": fitted}
-
-    def _make(
-        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
-    ) -> Tensor:
-        count = len(self.deviations)
-        draws = normals(start, stop, (count,), stream=GAUSSIAN, seed=seed, device="cpu").double()
-        sums = draws @ self.deviations.flatten(1) / math.sqrt(count - 1)
-        images = self.mean + sums.unflatten(1, self.mean.shape)
-        return images.to(torch.float32).to(device, dtype)
 
 
 class FieldImages(Inputs):

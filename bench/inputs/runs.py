@@ -23,24 +23,26 @@ from bench.alarm import networks
 from bench.alarm.problems import JUDGED, PROBLEMS
 from bench.alarm.runs import READINGS, carry_out, settings_of
 from bench.causes.runs import Cell
-from bench.inputs.images import DeadLeaves, FractalNoise, GaussianImages, SpectrumImages
+from bench.inputs.images import DeadLeaves, FractalNoise, SpectrumImages
 from fastlr.experiments.continual.experiment import DRIVER
-from fastlr.experiments.continual.fields import THIS_TASK
+from fastlr.experiments.continual.fields import FITTED, THIS_TASK
 from fastlr.experiments.data import TaskSequence, normalise
 from fastlr.experiments.runs.progress import Progress
 
 SEEDS = range(3)
 OWN, SHAPES = "own", "shapes"
-RUN_MEASURES = {SHAPES: "local_redundancy", OWN: THIS_TASK}  # what the runs measure themselves
-TRIED = ("gaussian", "spectrum", "leaves", "fractal")
+GAUSSIAN = "gaussian"
+# What the runs measure themselves.
+RUN_MEASURES = {SHAPES: "local_redundancy", OWN: THIS_TASK, GAUSSIAN: FITTED}
+TRIED = (GAUSSIAN, "spectrum", "leaves", "fractal")
 N = 256
 
 
 def candidates(tasks: TaskSequence) -> dict[str, Any]:
-    """Return the inputs that are tried, those that are fitted on the first task's images."""
+    """Return the inputs that are tried; fitted are the first task's images."""
     first = normalise(tasks.load(0).train_x)
     size = (3, tasks.size, tasks.size)
-    made = GaussianImages.fit(first), SpectrumImages.fit(first), DeadLeaves(size)
+    made = fastlr.GaussianInputs(first), SpectrumImages.fit(first), DeadLeaves(size)
     return dict(zip(TRIED, (*made, FractalNoise(size)), strict=True))
 
 
@@ -98,6 +100,7 @@ class Reader:
             self.estimators = {
                 name: fastlr.LocalRedundancy(model, inputs, **arguments)
                 for name, inputs in self.inputs.items()
+                if name not in RUN_MEASURES
             }
         own = normalise(self.tasks.load(record["task"]).train_x[:N])
         values = {name: estimator.measure().value for name, estimator in self.estimators.items()}
