@@ -289,9 +289,9 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
 
     Args:
         model: any module whose samples do not interact in eval mode.
-        inputs: ShapeImages, NoiseImages, GaussianSeries, TokenInputs, TensorInputs, or an object of
-            your own whose ``batch(start, stop, *, seed, device, dtype)`` returns inputs
-            start..stop-1, samples along axis 0.
+        inputs: ShapeImages, NoiseImages, GaussianSeries, GaussianInputs, TokenInputs, TensorInputs,
+            or an object of your own whose ``batch(start, stop, *, seed, device, dtype)`` returns
+            inputs start..stop-1, samples along axis 0.
         n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
         predictive: Categorical, Bernoulli, Gaussian or DiagonalGaussian. Default: Categorical for
             outputs [B, C] with C of at least 2, which must be logits: an error where those of the
