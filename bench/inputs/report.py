@@ -27,6 +27,7 @@ import torch
 import fastlr
 from bench.alarm.analysis import LEAD, judge_rule, losing_problems
 from bench.alarm.choices import candidates
+from bench.alarm.falls import half_sheet
 from bench.alarm.losses import Array
 from bench.alarm.problems import JUDGED, NONE, PROBLEMS
 from bench.alarm.runs import READINGS, task_records
@@ -305,6 +306,7 @@ def write_report(rows: Sequence[Row], bits: Sequence[Row], out: Path) -> Report:
         distance_sheet(runs),
         silent_sheet(runs),
         warning_sheet(runs),
+        half_sheet(runs, {name: name for name in (OWN, *SYNTHETIC)}),
         capacity_sheet(bits),
     ]
     caption = (
