@@ -3,10 +3,10 @@
 Usage: ``python -m bench.inputs.report [OUT]``: with the folder of the runs, their values and the
 bits a parameter are kept in ``bench/results/cpu/inputs`` first.
 
-Inputs are kept if, on the unhelped runs, their distance to own images is smaller than that of
-shapes in every seed of at least two problems, and larger beyond its error in none. The distance is
-the mean over the readings of |log10 of the ratio of two values|, each value divided by its median
-over tasks 5 to 15.
+Inputs pass if, on the unhelped runs, their distance to own images is smaller than that of shapes in
+every seed of at least two problems, and larger beyond its error in none. The distance is the mean
+over the readings of |log10 of the ratio of two values|, each value divided by its median over tasks
+5 to 15. Of those that pass the nearest, by the mean over the problems, are kept.
 """
 
 from __future__ import annotations
@@ -183,16 +183,36 @@ def verdict(runs: Iterable[Course], name: str) -> tuple[list[str], list[str]]:
     return nearer, farther
 
 
+def passes(nearer: Sequence[str], farther: Sequence[str]) -> bool:
+    """Return True if inputs pass by a `verdict`."""
+    return len(nearer) >= 2 and not farther
+
+
+def mean_distance(runs: Iterable[Course], name: str) -> float:
+    """Return the distance to own images, mean over the problems without help."""
+    by_problem = [np.mean(distances(of_it, name)) for of_it in unhelped(runs).values()]
+    return float(np.mean(by_problem))
+
+
 def sentences(runs: Sequence[Course]) -> list[str]:
-    """Say of each input that is tried whether it is kept, by the rule fixed beforehand."""
+    """Say of each input that is tried whether it passes, and which are kept."""
     said = []
+    passed = {}
     for name in TRIED:
         nearer, farther = verdict(runs, name)
-        kept = len(nearer) >= 2 and not farther
+        if passes(nearer, farther):
+            passed[name] = mean_distance(runs, name)
         said.append(
-            f"{name}: {'kept' if kept else 'dropped'}; nearer to own images than shapes in every "
-            f"seed of {', '.join(nearer) or 'no problem'}; farther beyond the error in "
-            f"{', '.join(farther) or 'none'}."
+            f"{name}: {'passes' if name in passed else 'dropped'}; nearer to own images than "
+            f"shapes in every seed of {', '.join(nearer) or 'no problem'}; farther beyond the "
+            f"error in {', '.join(farther) or 'none'}."
+        )
+    if passed:
+        means = ", ".join(f"{name} {value:.2f}" for name, value in passed.items())
+        kept = min(passed, key=passed.__getitem__)
+        said.append(
+            f"Kept: {kept}. Mean distance over the problems of those that pass: {means}; of "
+            f"shapes {mean_distance(runs, SHAPES):.2f}."
         )
     return said
 
@@ -245,15 +265,17 @@ def warning_sheet(runs: Sequence[Course]) -> Sheet:
     accuracy = {"accuracy": tuple(f"accuracy_{width}" for width in TRAILING)}
     lines = []
     for name, signals in (accuracy | {name: (name,) for name in (OWN, *SYNTHETIC)}).items():
-        found, false = {}, []
+        alarms = {}
         for problem in problems:
             made = candidates(runs, signals, problem, problems)
-            alarm = judge_rule(made, problem, problems, None, RESAMPLES)
-            found[problem] = (
-                f"{round(float(alarm.found[LEAD][0]) * alarm.losses)} of {alarm.losses}"
-            )
-            false.append(float(alarm.false[0]))
-        lines.append((name, *(found[problem] for problem in losing), f"{np.nanmean(false):.2f}"))
+            alarms[problem] = judge_rule(made, problem, problems, None, RESAMPLES)
+        found = [
+            f"{alarms[problem].found[LEAD][0] * alarms[problem].losses:.0f} of "
+            f"{alarms[problem].losses}"
+            for problem in losing
+        ]
+        false = np.nanmean([alarm.false[0] for alarm in alarms.values()])
+        lines.append((name, *found, f"{false:.2f}"))
     note = (
         f"Losses found at least {LEAD} tasks ahead, by problem, and false alarms in 100 tasks, "
         "mean over all problems: by the rule that the other problems choose, as in the study of "
