@@ -313,6 +313,7 @@ def figure(runs: Sequence[Course]) -> Any:
                 label=name,
             )
         panel.set_yscale("log")
+        panel.minorticks_off()
         style(panel, "value over its reference", problem, grid="y")
         panel.set_xlabel("task", fontsize=9)
     for panel in panels[len(by_problem) :]:
