@@ -108,3 +108,10 @@ def test_kept_is_what_is_nearer_in_every_seed_of_two_problems_and_farther_in_non
         "Kept: gaussian. Mean distance over the problems of those that pass: gaussian 0.40, "
         "fractal 0.72; of shapes 0.80."
     )
+
+
+@pytest.mark.skipif(not report.KEPT.exists(), reason="a source distribution has no results")
+@pytest.mark.parametrize("sheet", [report.distance_sheet, report.silent_sheet])
+def test_tables_are_those_of_the_kept_values(sheet):
+    made = sheet(report.courses(report.read_table(report.KEPT / "values.csv")))
+    assert made.csv() == (report.KEPT / f"{made.slug}.csv").read_text()
