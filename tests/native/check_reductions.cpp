@@ -18,21 +18,13 @@
 #include <unistd.h>
 
 #include "host_group.h"
+#include "plain.h"
 #include "vector_loops.h"
 #include "watch.h"
 
 using namespace fastlr;
 
 namespace {
-
-std::atomic<int> failures = 0, checked = 0;
-
-void expect(bool right, const char* what, int size, int64_t count) {
-  ++checked;
-  if (right) return;
-  ++failures;
-  std::printf("WRONG: %s, %d ranks, %lld elements\n", what, size, static_cast<long long>(count));
-}
 
 // ------------------------------------------------------------------------------------------------ a GPU in slow motion
 struct BlockOfThreads {
@@ -97,13 +89,6 @@ void launch(int blocks, int threads, Work work) {
   for (auto& each : all) each.join();
 }
 
-struct Plan {
-  Operation operation;
-  Algorithm algorithm;
-  int64_t count;
-  int offset;  // of the tensor's first element from an aligned address
-};
-
 struct Pages {  // aligned, zero, so that what nobody wrote is seen
   explicit Pages(int64_t bytes) : data(static_cast<unsigned char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096))) {
     std::memset(data, 0, (bytes + 4095) / 4096 * 4096);
@@ -111,30 +96,6 @@ struct Pages {  // aligned, zero, so that what nobody wrote is seen
   ~Pages() { std::free(data); }
   unsigned char* data;
 };
-
-template <typename T>
-std::vector<T> drawn(int64_t count, int rank, int call) {
-  std::mt19937 random(rank * 1000 + call);
-  std::normal_distribution<float> normal;
-  std::vector<T> values(count);
-  for (T& value : values) value = T::store(normal(random));
-  return values;
-}
-
-template <typename T>
-std::vector<float> plain_sum(const Plan& plan, int size, int call) {
-  std::vector<float> total(plan.count);
-  for (int r = 0; r < size; ++r) {
-    const auto part = drawn<T>(plan.count, r, call);
-    for (int64_t i = 0; i < plan.count; ++i) total[i] = r == 0 ? T::load(part[i]) : total[i] + T::load(part[i]);
-  }
-  return total;
-}
-
-template <typename T>
-bool same(const T& a, const T& b) {
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
 
 template <typename T>
 void hold(const char* what, const std::vector<Plan>& plans, int size, const std::vector<std::vector<std::vector<T>>>& out,
@@ -175,7 +136,7 @@ template <typename T>
 Call call_of(const Plan& plan, const std::vector<unsigned char*>& segments, int64_t half, int rank, uint32_t number,
              T* data, uint64_t* status, double* sums) {
   const Job job{plan.operation, Dtype::kFloat32, data, data, plan.count};
-  Call c = next_call<T>(job, 0, segments.data(), half, rank, int(segments.size()), number, 20.0);
+  Call c = next_call<T>(job, {plan.algorithm, half, kMaxBlocks}, 0, segments.data(), rank, int(segments.size()), number, 20.0);
   c.status = status;
   c.sums = sums;
   return c;
