@@ -31,6 +31,7 @@ from fastlr.errors import FastlrWarning
 from fastlr.ops import kernel_checks
 from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import may_wait_for_device
+from fastlr.ops.kept_comparisons import Kept
 
 _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
@@ -170,6 +171,21 @@ def switch_off(kernels: list[list[str]]) -> None:
     """Leave to plain torch what `switched_off` has given, in another process perhaps."""
     for name, signature in kernels:
         _comparisons.switch_off(name, signature)
+
+
+@contextmanager
+def compared_anew() -> Iterator[None]:
+    """Compare kernels within it as if none had been compared, on this machine or in this process.
+
+    What is found within it is forgotten but for what is kept on disk.
+    """
+    global _comparisons
+    before = _comparisons
+    _comparisons = kernel_checks.Comparisons(Kept(believed=False))
+    try:
+        yield
+    finally:
+        _comparisons = before
 
 
 def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
