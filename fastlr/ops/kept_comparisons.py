@@ -116,7 +116,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Kept:
+class KeptComparisons:
     """The comparisons that are kept of each GPU.
 
     Args:

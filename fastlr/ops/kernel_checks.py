@@ -25,7 +25,7 @@ from fastlr.errors import FastlrWarning
 from fastlr.ops.block import changed, leaves
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.kept_comparisons import Kept
+from fastlr.ops.kept_comparisons import KeptComparisons
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import full_products, tree_flatten
 
@@ -293,6 +293,14 @@ def with_strides(values: Tensor, t: Tensor) -> Tensor:
     )
 
 
+def as_given(value: Any, like: Any) -> Any:
+    """Return a tensor with dtype and strides of another of its shape; anything else as it is."""
+    both_are = isinstance(value, Tensor) and isinstance(like, Tensor)
+    if not both_are or value.shape != like.shape or 0 in like.stride():
+        return value
+    return with_strides(value.to(like.dtype), like)
+
+
 class Comparisons:
     """What was found of kernels in this process: the kinds of call that were compared or are off.
 
@@ -304,8 +312,8 @@ class Comparisons:
         uncompiled: The ops that a warning has named as not compiled.
     """
 
-    def __init__(self, kept: Kept | None = None) -> None:
-        self._kept = kept or Kept()
+    def __init__(self, kept: KeptComparisons | None = None) -> None:
+        self._kept = kept or KeptComparisons()
         self._known: set[tuple[str, str, int]] = set()
         self._off: dict[str, set[str]] = {}
         self.serves = Recent[tuple, bool](MOST_CALLS)

@@ -23,7 +23,7 @@ class Process:
     """Comparisons as a new process has them, on a stand-in for a GPU."""
 
     def __init__(self, **options):
-        self.comparisons = kernel_checks.Comparisons(kept_comparisons.Kept(**options))
+        self.comparisons = kernel_checks.Comparisons(kept_comparisons.KeptComparisons(**options))
         self.compared = []
 
     def agrees(self, kernel=sums, kind="float32 by _sums(BLOCK=64)", name="sums"):
