@@ -1,5 +1,6 @@
 """What a first estimate will launch is compiled before it: noted soundly, found by the launches."""
 
+import copy
 import os
 import threading
 from contextlib import nullcontext
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from expected import needs_triton
-from pytest import fixture, mark, raises
+from pytest import fixture, importorskip, mark, raises
 from torch import nn
 from torch.testing import assert_close
 
@@ -68,12 +69,12 @@ def measured(one):
     return one.measure()
 
 
-def test_all_that_is_launched_is_noted(monkeypatch):
-    """As by a pass in which kernels are asked, whose results are zeros; audits launch more."""
+def noted_and_launched(monkeypatch, model, x, dtype):
+    """The variants that are noted, and those of a pass whose kernels are asked and give zeros."""
     from fastlr.kernels import launching
 
-    model, x = net(), torch.randn(4, 3, 8, 8)
     launched = set()
+    plain = launched_kernels.variant
 
     def noted(kernel, args, given):
         constants = {name: given[name] for name in given if name not in launching.FUSED}
@@ -83,16 +84,35 @@ def test_all_that_is_launched_is_noted(monkeypatch):
     def cotangent(z):
         return fastlr.Categorical().cotangent(z, "rademacher", torch.arange(len(z)), 0)
 
-    expected = fastlr.per_sample_grad_sq_norms(model, x, cotangent)
     launches, note = compile_ahead.noted()
-    with ops.noting_launches(note):
-        found = fastlr.per_sample_grad_sq_norms(net(), x, cotangent)
-    assert_close(found, expected)
-    plain = launched_kernels.variant
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        expected = fastlr.per_sample_grad_sq_norms(copy.deepcopy(model), x, cotangent)
+        with ops.noting_launches(note):
+            found = fastlr.per_sample_grad_sq_norms(copy.deepcopy(model), x, cotangent)
+    assert_close(found, expected, rtol=1e-4 if dtype == torch.float32 else 0.05, atol=0)
     monkeypatch.setattr(launched_kernels, "variant", noted)
-    launched_kernels.launched(model, x, torch.float32, fastlr.Categorical())
+    launched_kernels.launched(model, x, dtype, fastlr.Categorical())
+    return set(launches), launched
+
+
+def test_all_that_is_launched_is_noted(monkeypatch):
+    """Comparisons and audits launch more, which are noted too."""
+    noted, launched = noted_and_launched(monkeypatch, net(), torch.randn(4, 3, 8, 8), torch.float32)
     assert len(launched) > 8
-    assert launched <= set(launches)
+    assert launched <= noted
+
+
+@mark.long
+def test_all_that_the_headline_launches_is_noted(monkeypatch):
+    """MobileNetV3-Large in bf16, by a chunk of four."""
+    torchvision = importorskip("torchvision")
+    torch.manual_seed(0)
+    model = torchvision.models.mobilenet_v3_large(num_classes=2).eval()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+    noted, launched = noted_and_launched(monkeypatch, model, x, torch.bfloat16)
+    assert len(launched) > 50
+    assert launched <= noted
 
 
 def test_an_estimate_is_the_same_and_its_engine_untouched(h100):
