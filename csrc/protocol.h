@@ -270,23 +270,36 @@ FASTLR_DEVICE bool meet(M& m, const Call& c, int stage) {
   return !m.any(!fine);
 }
 
+// A rank that has failed writes nothing more into its half: a peer that comes late may still read what it has posted.
+template <class M>
+FASTLR_DEVICE bool failed_before(M& m, const Call& c) {
+  const uint64_t aborted = m.load_acquire(&header(c, c.rank)->aborted);
+  if (aborted != 0 && m.load_acquire(c.status) == 0) m.store_release(c.status, aborted);
+  return m.any(aborted != 0);
+}
+
 // --------------------------------------------------------------------------------------------------------- algorithms
 // Small: everyone reads everything. (size - 1) * n read over the links by each rank, one rendezvous.
 template <typename T, class M>
 FASTLR_DEVICE bool one_shot(M& m, const Call& c) {
   const Shard all{0, c.count};
-  m.template stage<T>(c, all);
-  if (!meet(m, c, 0)) {
-    m.template spoil<T>(c, all);
-    return false;
+  bool fine = !failed_before(m, c);
+  if (fine) {
+    m.template stage<T>(c, all);
+    fine = meet(m, c, 0);
   }
-  m.template sum<T>(c, all, false);
-  return true;
+  if (fine) {
+    m.template sum<T>(c, all, false);
+  } else {
+    m.template spoil<T>(c, all);
+  }
+  return fine;
 }
 
 // Everyone can read the shards that they add up.
 template <typename T, class M>
 FASTLR_DEVICE bool offer_shards(M& m, const Call& c) {
+  if (failed_before(m, c)) return false;
   for (int s = 0; s < c.size; ++s) {
     if (s != c.rank) m.template stage<T>(c, shard<T>(c, s));
   }
