@@ -5,9 +5,10 @@ Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
 limit: ``make lint`` does. Limits are lowered as the code gets plainer. That of fastlr's tokens was
 raised from 259,000: unpacking made more functions than it made concepts leave; then came the
-verdict by one rule, digests of runs, refusals of tensors without values, and checks for a first GPU
-(16 bits in the interpreter, borders), and models by name; that of tests' from 282,000, for the
-predicted time of a GPU, the calibration of the bound, and models of Hugging Face by name.
+verdict by one rule, digests of runs, refusals of tensors without values, checks for a first GPU (16
+bits in the interpreter, borders, kernels compiled ahead and compared once a machine), models by
+name, and inputs fitted on the data; that of tests' from 282,000, for the predicted time of a GPU,
+the calibration of the bound, models of Hugging Face by name, and what is compiled ahead and kept.
 The goals are 247,900 for fastlr and 263,552 for tests.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
@@ -59,7 +60,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 281_500,
+        "tokens": 285_300,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
     "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
@@ -68,7 +69,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 289_600,
+        "tokens": 296_800,
     },
 }
 

@@ -5,6 +5,9 @@
 #include <cstring>
 
 #include "device_group.h"
+#ifdef __CUDACC__
+#include "instructions.h"
+#endif
 #include "vector_loops.h"
 
 #ifndef FASTLR_ARCHITECTURES
@@ -46,19 +49,9 @@ struct Block : VectorLoops<Block> {
   __device__ void sync() const { __syncthreads(); }
   __device__ bool any(bool one) const { return __syncthreads_or(one) != 0; }
   __device__ void fence() const { __threadfence_system(); }
-  __device__ uint64_t load_acquire(const uint64_t* p) const {
-    uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-  }
-  __device__ void store_release(uint64_t* p, uint64_t v) const {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-  }
-  __device__ uint64_t now() const {
-    uint64_t t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
-  }
+  __device__ uint64_t load_acquire(const uint64_t* p) const { return load_acquire_system(p); }
+  __device__ void store_release(uint64_t* p, uint64_t v) const { store_release_system(p, v); }
+  __device__ uint64_t now() const { return nanoseconds_of_device(); }
   __device__ uint32_t relax(int peer) {
     __nanosleep(40);
     return ++polls % kAskEvery == 0 && (load_acquire(ended) >> peer & 1) != 0 ? kGone : kFine;
@@ -116,6 +109,13 @@ int resident_of_all(int processors) {
                    resident(norm_kernel<T>, processors)});
 }
 
+// Queues kernel(arguments...) without the <<< >>> that compilers of the CPU cannot read.
+template <typename... Arguments>
+void launch(void (*kernel)(Arguments...), int blocks, int threads, cudaStream_t stream, Arguments... arguments) {
+  void* addresses[] = {&arguments...};
+  ok(cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), addresses, 0, stream), "a kernel could not be started");
+}
+
 }  // namespace
 
 std::string architectures() { return FASTLR_ARCHITECTURES; }
@@ -142,7 +142,8 @@ DeviceGroup::DeviceGroup(int rank, int size, int device, int64_t half_bytes, dou
     void* status = nullptr;
     ok(cudaHostAlloc(&status, 2 * sizeof(uint64_t), cudaHostAllocMapped), "no pinned memory");
     status_ = static_cast<uint64_t*>(status);
-    status_[0] = status_[1] = 0;
+    status_[0] = 0;
+    status_[1] = 0;
     ok(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_status_), status, 0), "pinned memory is not mapped");
     cudaEvent_t event;
     ok(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
@@ -186,6 +187,7 @@ void DeviceGroup::close() {
 }
 
 std::string DeviceGroup::address() const {
+  not_closed();
   OnDevice on(device_);
   cudaIpcMemHandle_t handle;
   ok(cudaIpcGetMemHandle(&handle, segments_[rank_]), "the device cannot share memory between processes");
@@ -196,6 +198,7 @@ std::string DeviceGroup::address() const {
 
 void DeviceGroup::open(const std::vector<std::string>& addresses) {
   if (int(addresses.size()) != size_) throw ArgumentError("one address for each rank is needed");
+  not_closed();
   OnDevice on(device_);
   std::vector<pid_t> processes(size_, getpid());
   for (int r = 0; r < size_; ++r) {
@@ -215,9 +218,39 @@ void DeviceGroup::limit_blocks(int blocks) {
   blocks_ = blocks;
 }
 
-void DeviceGroup::check() const {
+void DeviceGroup::not_closed() const {
   if (status_ == nullptr) throw GroupError("the group is closed");
+}
+
+void DeviceGroup::check() const {
+  not_closed();
+  if (!broken_.empty()) throw GroupError("the group has failed before: " + broken_);
   if (*status_ != 0) throw GroupError(explain(*status_, rank_, timeout_));
+}
+
+// The kernels of a job, a call for each chunk of it.
+template <typename T>
+void DeviceGroup::queue(const Job& job, const Way& way, double* norm, void* stream_pointer) {
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  const bool squares = job.operation == Operation::kSquaredNorm;
+  const bool two_shot = squares || way.algorithm == Algorithm::kTwoShot;
+  for (int64_t begin = 0; begin < job.count; begin += capacity(half_bytes_, size_, sizeof(T))) {
+    Call c = next_call<T>(job, way, begin, segments_.data(), rank_, size_, ++number_, timeout_);
+    c.status = device_status_;
+    c.ended = device_status_ + 1;
+    c.sums = sums_;
+    const int64_t vectors = (c.count + T::kLanes - 1) / T::kLanes;
+    const int64_t each = two_shot ? (vectors + size_ - 1) / size_ : vectors;
+    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>(blocks_, (each + kThreads - 1) / kThreads)));
+    if (squares) {
+      launch(norm_kernel<T>, blocks, kThreads, stream, c);
+      launch(add_sums_kernel, 1, 1, stream, static_cast<const double*>(sums_), blocks, norm);
+    } else if (two_shot) {
+      launch(two_shot_kernel<T>, blocks, kThreads, stream, c);
+    } else {
+      launch(one_shot_kernel<T>, blocks, kThreads, stream, c);
+    }
+  }
 }
 
 template <typename T>
@@ -242,26 +275,13 @@ void DeviceGroup::run(const Job& job, Algorithm algorithm, double* norm, void* s
     const bool small = size_ == 2 || job.count * int64_t(sizeof(T)) <= kOneShotBytes;  // of two, both read as much
     algorithm = small ? Algorithm::kOneShot : Algorithm::kTwoShot;
   }
-  const bool squares = job.operation == Operation::kSquaredNorm;
-  for (int64_t begin = 0; begin < job.count; begin += capacity(half_bytes_, size_, sizeof(T))) {
-    Call c = next_call<T>(job, begin, segments_.data(), half_bytes_, rank_, size_, ++number_, timeout_);
-    c.status = device_status_;
-    c.ended = device_status_ + 1;
-    c.sums = sums_;
-    const int64_t vectors = (c.count + T::kLanes - 1) / T::kLanes;
-    const int64_t each = squares || algorithm == Algorithm::kTwoShot ? (vectors + size_ - 1) / size_ : vectors;
-    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>(blocks_, (each + kThreads - 1) / kThreads)));
-    if (squares) {
-      norm_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
-      add_sums_kernel<<<1, 1, 0, stream>>>(sums_, blocks, norm);
-    } else if (algorithm == Algorithm::kOneShot) {
-      one_shot_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
-    } else {
-      two_shot_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
-    }
-    ok(cudaGetLastError(), "a kernel could not be started");
+  try {
+    queue<T>(job, {algorithm, half_bytes_, blocks_}, norm, stream);
+    ok(cudaEventRecord(last, stream), "the stream failed");
+  } catch (const GroupError& error) {
+    broken_ = error.what();
+    throw;
   }
-  ok(cudaEventRecord(last, stream), "the stream failed");
 }
 
 void DeviceGroup::reduce(const Job& job, Algorithm algorithm, double* norm, void* stream) {

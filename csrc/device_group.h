@@ -38,6 +38,9 @@ class DeviceGroup {
  private:
   template <typename T>
   void run(const Job& job, Algorithm algorithm, double* norm, void* stream);
+  template <typename T>
+  void queue(const Job& job, const Way& way, double* norm, void* stream);
+  void not_closed() const;
 
   const int rank_, size_, device_;
   const int64_t half_bytes_;
@@ -50,6 +53,7 @@ class DeviceGroup {
   Watch watch_;
   void* last_ = nullptr;  // event: the end of the call before
   uint32_t number_ = 0;
+  std::string broken_;  // why this rank is out of step with its peers
 };
 
 // What the kernels were compiled for, such as "8.0 9.0 10.0+PTX".

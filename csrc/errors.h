@@ -33,7 +33,7 @@ inline std::string explain(uint64_t status, int own_rank, double seconds) {
              ": it has failed, is stuck, or does not call the same reductions; every rank of the group must";
     case kMismatch:
       return "ranks " + std::to_string(by) + " and " + std::to_string(about) +
-             " called different reductions: operation, dtype and number of elements must be the same on all ranks";
+             " called different reductions: operation, dtype, number of elements and algorithm must be the same on all ranks";
     case kGone:
       return who + " has ended before a reduction" + noticed;
     default:

@@ -220,8 +220,9 @@ double HostGroup::run(const Job& job, Algorithm algorithm, const Idle& idle) {
     algorithm = job.count * int64_t(sizeof(T)) <= kOneShotBytes ? Algorithm::kOneShot : Algorithm::kTwoShot;
   }
   double total = 0, part = 0;
+  const Way way{algorithm, half_bytes_, 1};
   for (int64_t begin = 0; begin < job.count; begin += capacity(half_bytes_, size_, sizeof(T))) {
-    Call c = next_call<T>(job, begin, segments_.data(), half_bytes_, rank_, size_, ++number_, timeout_);
+    Call c = next_call<T>(job, way, begin, segments_.data(), rank_, size_, ++number_, timeout_);
     c.status = &status_;
     c.sums = &part;
     Process m{idle, processes_.data()};

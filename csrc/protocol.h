@@ -30,7 +30,7 @@
 
 namespace fastlr {
 
-constexpr int kProtocol = 2;    // ranks work together only if they have the same
+constexpr int kProtocol = 3;    // ranks work together only if they have the same
 constexpr int kMaxRanks = 8;
 constexpr int kMaxBlocks = 128;  // thread blocks of a call
 constexpr int kVectorBytes = 16;
@@ -65,7 +65,7 @@ struct Call {
   int64_t count;       // elements of the chunk
   int64_t half;        // bytes from the start of a segment to the half in use
   uint32_t number;     // of the call, the same on all ranks; never the one before
-  uint32_t signature;  // of operation, type and number of elements: the same on all ranks unless they disagree
+  uint32_t signature;  // of what is called: the same on all ranks unless they disagree
   int rank, size, parity;
   float divisor;  // 1, or the number of ranks for a mean
   uint64_t limit;  // nanoseconds to wait for a peer
@@ -81,11 +81,11 @@ FASTLR_BOTH T* staged(const Call& c, int rank) {
   return reinterpret_cast<T*>(c.segment[rank] + c.half);
 }
 
-inline uint32_t signature(Operation operation, Dtype dtype, int64_t count) {
-  uint64_t h = uint64_t(count) * 16 + uint64_t(operation) * 4 + uint64_t(dtype) + 0x9e3779b97f4a7c15u;
+inline uint64_t mixed(uint64_t h, uint64_t value) {
+  h += value + 0x9e3779b97f4a7c15u;
   h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9u;
   h = (h ^ h >> 27) * 0x94d049bb133111ebu;
-  return uint32_t(h ^ h >> 31);
+  return h ^ h >> 31;
 }
 
 // ------------------------------------------------------------------------------------------------------ element types
@@ -179,10 +179,27 @@ struct Job {
   int64_t count;
 };
 
+// How a group does a job. Who of them differs in any of it would read what is not there yet.
+struct Way {
+  Algorithm algorithm;
+  int64_t half_bytes;
+  int blocks;  // at most
+};
+
+inline uint32_t signature(const Job& job, const Way& way) {
+  uint64_t h = mixed(0, uint64_t(job.operation));
+  for (uint64_t value : {uint64_t(job.dtype), uint64_t(job.count), uint64_t(way.algorithm), uint64_t(way.half_bytes),
+                         uint64_t(way.blocks)}) {
+    h = mixed(h, value);
+  }
+  return uint32_t(h);
+}
+
 // The next call of a job, on the elements from `begin` on; status and sums are the caller's.
 template <typename T>
-Call next_call(const Job& job, int64_t begin, unsigned char* const* segments, int64_t half_bytes, int rank, int size,
+Call next_call(const Job& job, const Way& way, int64_t begin, unsigned char* const* segments, int rank, int size,
                uint32_t number, double seconds) {
+  const int64_t half_bytes = way.half_bytes;
   const int64_t most = capacity(half_bytes, size, sizeof(T));
   Call c{};
   for (int r = 0; r < size; ++r) c.segment[r] = segments[r];
@@ -192,7 +209,7 @@ Call next_call(const Job& job, int64_t begin, unsigned char* const* segments, in
   c.number = number;
   c.parity = int(number & 1);
   c.half = kHeaderBytes + c.parity * half_bytes;
-  c.signature = signature(job.operation, job.dtype, job.count);
+  c.signature = signature(job, way);
   c.rank = rank;
   c.size = size;
   c.divisor = job.operation == Operation::kMean ? float(size) : 1.0f;
@@ -204,13 +221,14 @@ Call next_call(const Job& job, int64_t begin, unsigned char* const* segments, in
 // A machine M is a block of threads: thread(), threads(), block(), sync() (a barrier of the block), any(bool) (a
 // barrier, true if any thread says so), load_acquire, store_release and fence (system scope), now() in nanoseconds,
 // relax(peer) between two polls (kFine, or why not to go on), and the loops stage, sum, fetch, spoil and squares.
+// Its own header, too: what is queued already does not wait once more.
 template <class M>
 FASTLR_DEVICE bool give_up(M& m, const Call& c, uint32_t failure, int about) {
   const uint64_t what = report(failure, c.rank, about);
   if (m.load_acquire(c.status) == 0) m.store_release(c.status, what);
   for (int peer = 0; peer < c.size; ++peer) {
     const bool ended = failure == kGone && peer == about;  // its memory may be gone with it
-    if (peer != c.rank && !ended) m.store_release(&header(c, peer)->aborted, what);
+    if (!ended) m.store_release(&header(c, peer)->aborted, what);
   }
   return false;
 }
@@ -252,23 +270,36 @@ FASTLR_DEVICE bool meet(M& m, const Call& c, int stage) {
   return !m.any(!fine);
 }
 
+// A rank that has failed writes nothing more into its half: a peer that comes late may still read what it has posted.
+template <class M>
+FASTLR_DEVICE bool failed_before(M& m, const Call& c) {
+  const uint64_t aborted = m.load_acquire(&header(c, c.rank)->aborted);
+  if (aborted != 0 && m.load_acquire(c.status) == 0) m.store_release(c.status, aborted);
+  return m.any(aborted != 0);
+}
+
 // --------------------------------------------------------------------------------------------------------- algorithms
 // Small: everyone reads everything. (size - 1) * n read over the links by each rank, one rendezvous.
 template <typename T, class M>
 FASTLR_DEVICE bool one_shot(M& m, const Call& c) {
   const Shard all{0, c.count};
-  m.template stage<T>(c, all);
-  if (!meet(m, c, 0)) {
-    m.template spoil<T>(c, all);
-    return false;
+  bool fine = !failed_before(m, c);
+  if (fine) {
+    m.template stage<T>(c, all);
+    fine = meet(m, c, 0);
   }
-  m.template sum<T>(c, all, false);
-  return true;
+  if (fine) {
+    m.template sum<T>(c, all, false);
+  } else {
+    m.template spoil<T>(c, all);
+  }
+  return fine;
 }
 
 // Everyone can read the shards that they add up.
 template <typename T, class M>
 FASTLR_DEVICE bool offer_shards(M& m, const Call& c) {
+  if (failed_before(m, c)) return false;
   for (int s = 0; s < c.size; ++s) {
     if (s != c.rank) m.template stage<T>(c, shard<T>(c, s));
   }

@@ -17,7 +17,14 @@ from .estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaus
 from .estimator.result import Estimate, paired_difference
 from .estimator.statistics import memorization_gain, regression_memorization_bound
 from .ghost import per_sample_grad_sq_norms, support_report
-from .inputs import GaussianSeries, NoiseImages, ShapeImages, TensorInputs, TokenInputs
+from .inputs import (
+    GaussianInputs,
+    GaussianSeries,
+    NoiseImages,
+    ShapeImages,
+    TensorInputs,
+    TokenInputs,
+)
 from .metrics.gradients import gradient_noise_scale
 from .metrics.probes import memorization_capacity
 
@@ -32,6 +39,7 @@ __all__ = [
     "FastlrError",
     "FastlrWarning",
     "Gaussian",
+    "GaussianInputs",
     "GaussianSeries",
     "HiddenParameterError",
     "InputError",

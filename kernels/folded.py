@@ -12,6 +12,8 @@ read it. `python -m bench.traffic` counts launches and bytes of a network.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +21,24 @@ import torch
 from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
+from fastlr.kernels.launching import on_device
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 
+def _where_its_input_is(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the input's device the current one, whose block sizes `tuned` has."""
+
+    @functools.wraps(launcher)
+    def launched(x: Loaded, *args: Any, **how: Any) -> Any:
+        with on_device(x.tensor):
+            return launcher(x, *args, **how)
+
+    return launched
+
+
+@_where_its_input_is
 def folded_conv(
     x: Loaded,  # [B, C, *spatial]
     block: Block,
@@ -53,6 +68,7 @@ def folded_conv(
     return narrow, narrow if kept is out else kept.squeeze(2)
 
 
+@_where_its_input_is
 def folded_conv_backward(
     x: Loaded,  # [B, C, *spatial]
     gradients: Gradients,

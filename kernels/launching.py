@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT32 = 1 << 31
 # A product and a sum in one instruction; from Triton 3.10 on not by default.
 FUSED = {"enable_fp_fusion": True}
+# Called with a kernel, its arguments, and its constants and the compiler's options.
+Note = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def multiple(n, ALIGN: tl.constexpr):
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Launch so many programs of a kernel on the current device.
 
-    Within `asked` the compiled variant is noted instead.
+    Within `noting` it is noted instead.
 
     Args:
         kernel: of `triton.jit`.
@@ -45,20 +47,30 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         args: its arguments but for constants.
         constants: its constants, and the compiler's options (``num_warps``, ...).
     """
-    noted = _noted.variants
-    if noted is None:
+    note = _noted.note
+    if note is None:
         kernel[(programs,)](*args, **constants, **FUSED)
     else:
-        noted.append(variant(kernel, args, constants))
+        note(kernel, args, constants)
 
 
 class _Noted(threading.local):
-    """The list of `asked` in this thread."""
+    """What `noting` calls in this thread."""
 
-    variants: list[str] | None = None
+    note: Note | None = None
 
 
 _noted = _Noted()
+
+
+@contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Within it nothing is launched in this thread, but ``note`` is called instead."""
+    before, _noted.note = _noted.note, note
+    try:
+        yield
+    finally:
+        _noted.note = before
 
 
 @contextmanager
@@ -67,12 +79,9 @@ def asked() -> Iterator[list[str]]:
 
     The list is of the compiled variants that launches would need.
     """
-    before = _noted.variants
-    _noted.variants = variants = list[str]()
-    try:
+    variants = list[str]()
+    with noting(lambda *launch: variants.append(variant(*launch))):
         yield variants
-    finally:
-        _noted.variants = before
 
 
 class Parameter(NamedTuple):

@@ -36,7 +36,7 @@ def numbers(text):
 
 def rows(folder, table):
     """The numbers of a table's rows, by name."""
-    place = folder if folder in ("alarm", "calibration") else f"causes/{folder}"
+    place = folder if folder in ("alarm", "calibration", "inputs") else f"causes/{folder}"
     lines = csv.reader((ROOT / f"bench/results/cpu/{place}/{table}.csv").open())
     found = {}
     for name, *cells in lines:

@@ -24,6 +24,8 @@ HELD = {
     "0.9 for ten classes": "tests/test_interpreting.py",
     "in 11 of 12 seeds": "tests/test_reproduction.py",
     "27.1 % at most": "test_what_a_value_at_that_of_constant_outputs_says",
+    "in 12 of 42 runs": "test_the_falls_on_inputs_like_the_data_are_the_records",
+    "in all 12": "test_the_falls_on_inputs_like_the_data_are_the_records",
     "found 0 to 60 %": "test_the_alarms_rates_are_the_studys",
     "found 67 to 100 % of the": "test_the_alarms_rates_are_the_studys",
     "it took 1.37 plain passes": "test_a_whole_measurement_costs_what_is_said",
@@ -111,6 +113,17 @@ def test_what_a_value_at_that_of_constant_outputs_says():
     assert float(rows["images of the next task class-pairs"][3]) == 50.0
     assert float(rows["images just learned fresh-digits"][2]) > 95
     assert rows["images of the next task fresh-digits"][1] == "0"
+
+
+def test_the_falls_on_inputs_like_the_data_are_the_records():
+    rows = rows_of("inputs/below-half.csv")
+    runs, fallen, accuracy_fell, missed = map(int, rows["gaussian all problems"])
+    told = " ".join(TOLD.split())
+    assert (
+        f"in {fallen} of {runs} runs of a study: in all {accuracy_fell} accuracy had fallen" in told
+    )
+    assert "two losses of plasticity were missed, five on shapes" in told
+    assert (missed, rows["shapes all problems"][3]) == (2, "5")
 
 
 def test_a_whole_measurement_costs_what_is_said():

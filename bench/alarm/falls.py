@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,11 +50,18 @@ def constant_sheet(runs: Sequence[Course]) -> Sheet:
     return Sheet("at-constant", title, columns, rows, (note,))
 
 
-def half_sheet(runs: Sequence[Course]) -> Sheet:
-    """In how many runs accuracy has fallen where the value fell below a half."""
+def half_sheet(runs: Sequence[Course], measures: Mapping[str, str] = INPUTS) -> Sheet:
+    """In how many runs accuracy has fallen where the value fell below a half.
+
+    Args:
+        runs: all of them.
+        measures: names of inputs in the table, and of the measures on them.
+    """
     rows = []
-    for inputs, problem, of_it in _groups(runs):
-        fallen = [run for run in of_it if _moved(ends(run.measures[INPUTS[inputs]])) < np.log(0.5)]
+    for inputs, problem, of_it in _groups(runs, measures):
+        fallen = [
+            run for run in of_it if _moved(ends(run.measures[measures[inputs]])) < np.log(0.5)
+        ]
         lost = sum(_falls(ends(run.accuracy)) for run in fallen)
         missed = sum(run.loss is not None for run in of_it if run not in fallen)
         rows.append((f"{inputs} {problem}", *map(str, (len(of_it), len(fallen), lost, missed))))
@@ -87,10 +94,12 @@ def onset_sheet(runs: Sequence[Course]) -> Sheet:
     return Sheet("before-onset", "Values before a loss", columns, rows, (note,))
 
 
-def _groups(runs: Sequence[Course]) -> Iterator[tuple[str, str, list[Course]]]:
+def _groups(
+    runs: Sequence[Course], measures: Iterable[str] = INPUTS
+) -> Iterator[tuple[str, str, list[Course]]]:
     """Yield inputs, problem and its runs, all problems together last."""
     problems = list(dict.fromkeys(run.problem for run in runs))
-    for inputs in INPUTS:
+    for inputs in measures:
         for problem in problems:
             yield inputs, problem, [run for run in runs if run.problem == problem]
         yield inputs, ALL_PROBLEMS, list(runs)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from fastlr.experiments.runs.progress import Progress
 
 PILOTS = range(1000, 1003)
 READINGS = "readings.jsonl"  # of a run: what the driver does not measure
+Report = Callable[[Progress], None]
 IMAGES_READ = 256  # training images of a task that serve a reading of the probe
 
 
@@ -86,10 +88,18 @@ class Reader:
             file.write(json.dumps(reading) + "\n")
 
 
-def carry_out(path: Path, settings: Mapping[str, Any], learned: int) -> None:
-    """Begin a run, or go on with it; a run that is complete is left alone."""
+def carry_out(
+    path: Path, settings: Mapping[str, Any], reader_of: Callable[[TaskSequence], Report]
+) -> None:
+    """Begin a run, or go on with it; a run that is complete is left alone.
+
+    Args:
+        path: its folder.
+        settings: its options, as they differ from the preset ``demo``.
+        reader_of: makes what is called with the run's progress.
+    """
     tasks, _ = DRIVER.open_data(DRIVER.options_from("demo", settings))
-    reader = Reader(path, tasks, learned)
+    reader = reader_of(tasks)
     try:
         if not (path / "config.json").exists():
             DRIVER.begin(path, "demo", settings, report=reader)
@@ -120,7 +130,8 @@ def pilots(out: Path, names: Iterable[str], images: Path | None) -> None:
         for seed in PILOTS:
             path = out / "pilots" / name / f"seed-{seed}"
             settings = settings_of(Cell(name, NONE, seed), images)
-            carry_out(path, {**settings, "measure_every": problem.tasks + 1}, 0)
+            settings |= {"measure_every": problem.tasks + 1}
+            carry_out(path, settings, partial(Reader, path, learned=0))
             accuracy = accuracies(path)
             loss = find_loss(accuracy, problem.guess)
             onsets.append(loss.onset if loss else problem.tasks)
@@ -148,7 +159,9 @@ def main() -> None:
         if (cell.variant, cell.seed) in kept_runs(given.values, cell.problem):
             continue
         path = given.out / cell.problem / f"{cell.variant},seed-{cell.seed}"
-        carry_out(path, settings_of(cell, given.images), PROBLEMS[cell.problem].learned)
+        learned = PROBLEMS[cell.problem].learned
+        reader_of = partial(Reader, path, learned=learned)
+        carry_out(path, settings_of(cell, given.images), reader_of)
         print(path, flush=True)
 
 

@@ -75,6 +75,7 @@ def examine() -> list[Finding]:
     checks: dict[str, Callable[[], Finding]] = {"python": _python}
     checks |= {name: partial(_package, name, *told) for name, told in WANTED.items()}
     checks |= {"GPU": _gpu, "C++ compiler": _compiler, "nvcc": _nvcc, "fastlr._C": _extension}
+    checks |= {"comparisons": _comparisons}
     checks |= {name: partial(_package, name, *told) for name, told in OPTIONAL.items()}
     findings = []
     for name, check in checks.items():
@@ -198,6 +199,12 @@ def _extension() -> Finding:
     return Finding("fastlr._C", True, f"sums across processes, for {parts}")
 
 
+def _comparisons() -> Finding:
+    from fastlr.ops import kept_comparisons
+
+    return Finding("comparisons", True, f"of kernels, kept: {kept_comparisons.summary()}")
+
+
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -245,7 +252,8 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
     compared = [(name, device, dtype) for name in names for dtype in dtypes]
     # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one
     # thread alone.
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:
+    workers = min(16, os.cpu_count() or 1) if gpu else 1
+    with ops.compared_anew(), ThreadPoolExecutor(workers) as threads:
         return list(threads.map(lambda each: small_calls(*each), compared))
 
 

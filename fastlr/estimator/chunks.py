@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastlr.distributed.sharding import ALONE, Team
 from fastlr.errors import FastlrWarning, ModelError, first_line
+from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.capture import CudaRecorder
 from fastlr.estimator.cuda_graph import Replays
 from fastlr.estimator.passes import Passes
@@ -34,6 +35,7 @@ class Chunks:
 
     Attributes:
         size: inputs in a chunk of the measurement under way.
+        ahead: what compiles kernels before they are launched.
         replays: the chunks that are CUDA graphs.
         bytes_per_input: memory that a chunk takes at its peak, for each of its inputs; 0 until it
             was measured.
@@ -44,6 +46,7 @@ class Chunks:
         self.passes, self.options = passes, passes.options
         self.on_gpu = passes.view.device.type == "cuda"
         graphs = self.on_gpu and self.options.probe == "rademacher"
+        self.ahead = Ahead(passes)
         self.replays = Replays(passes, CudaRecorder if graphs else None)
         self.size = self.bytes_per_input = 0
         self.notes: list[str] = []
@@ -131,6 +134,8 @@ class Chunks:
         table = self.replays.run(start, stop, self.size)
         if table is not None:
             return ChunkNorms(list(self.passes.engine.parameters), table, self._routes)
+        if self.on_gpu:
+            self.ahead.compile(start, stop)
         norms = self.passes.norms(start, stop)
         self.replays.ran(stop - start)
         self._routes = norms.routes

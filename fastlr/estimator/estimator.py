@@ -34,7 +34,7 @@ from fastlr.ghost.runtime import (
     as_it_was,
     describe,
     inputs_hash,
-    proof_line,
+    late_line,
     read_together,
     reporter,
     same_device,
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 ROUNDS = 3  # times that a measurement is made where the one before turned out not to hold
+PROVING = "fastlr: proving on a few inputs that this model's gradients are right, once a model"
 
 
 class _Run(NamedTuple):
@@ -228,7 +229,8 @@ class LocalRedundancy:
         sums: Tensor | None = None
         routes: dict[str, str] = {}
         done, reached = 0, False
-        with reporter(progress, total) as report, proof_line(first) as line:
+        chunks.ahead.told = progress is not False
+        with reporter(progress, total) as report, late_line(PROVING, first) as line:
             chunks.size = chunks.first_size(members)
             stopping = Stopping(
                 options.target_rel_stderr,
@@ -289,9 +291,9 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
 
     Args:
         model: any module whose samples do not interact in eval mode.
-        inputs: ShapeImages, NoiseImages, GaussianSeries, TokenInputs, TensorInputs, or an object of
-            your own whose ``batch(start, stop, *, seed, device, dtype)`` returns inputs
-            start..stop-1, samples along axis 0.
+        inputs: ShapeImages, NoiseImages, GaussianSeries, GaussianInputs, TokenInputs, TensorInputs,
+            or an object of your own whose ``batch(start, stop, *, seed, device, dtype)`` returns
+            inputs start..stop-1, samples along axis 0.
         n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
         predictive: Categorical, Bernoulli, Gaussian or DiagonalGaussian. Default: Categorical for
             outputs [B, C] with C of at least 2, which must be logits: an error where those of the
@@ -320,7 +322,7 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
         progress: True for a progress bar, False for none, or a function called as (done, total,
             value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
             terminal or this is a notebook. There a first estimate says after two seconds that it
-            proves the model, unless this is False.
+            proves the model or compiles kernels, unless this is False.
 
     Returns:
         An :class:`Estimate`, in nats for each input and unit step.

@@ -28,9 +28,10 @@ from fastlr.ghost.support_report import shared_inputs
 from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
 
+_LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution")  # nodes of linear layers
 LOOKED_AT = 64  # samples by whose outputs a sigmoid is told
 FEW = 16  # along each axis, by which most outputs are told from shares
-VIEWS = ("View", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # graph nodes
+VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # nodes
 
 
 class Passes:
@@ -49,6 +50,7 @@ class Passes:
         padding_left_out: True if the last chunk had padding.
         ends_in_sigmoid: True if a forward pass with its graph was seen to.
         looked_at: how many of the first inputs have outputs between ``lowest`` and ``highest``.
+        may_be_probabilities: True if the first outputs lie between 0 and 1, and vary.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure
             (for ``probe="batch"``).
     """
@@ -61,7 +63,7 @@ class Passes:
         self.renew()
         self.predictive: Any = options.predictive
         self.axes: int | None = None
-        self.padding_left_out = self.ends_in_sigmoid = False
+        self.padding_left_out = self.ends_in_sigmoid = self.may_be_probabilities = False
 
     def renew(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
@@ -156,7 +158,10 @@ class Passes:
         return cotangent
 
     def _look_for_sigmoid(self, output: Tensor, index: range | Tensor) -> None:
-        """Warn where outputs taken for logits are a sigmoid's: by the graph, or by their values."""
+        """Warn where outputs taken for logits are a sigmoid's by the graph; note where they may be.
+
+        That is by their values.
+        """
         is_next = isinstance(index, range) and index.start == self.looked_at < LOOKED_AT
         if not is_next or not may_wait_for_device():
             return
@@ -169,9 +174,17 @@ class Passes:
         self.lowest, self.highest = low, high
         self.looked_at += len(index)
         bounded = ((low >= 0) & (high <= 1)).all() & (low < high).any()  # and not always the same
-        if self.ends_in_sigmoid or (self.looked_at >= LOOKED_AT and bool(bounded)):
+        if self.ends_in_sigmoid:
             warn_of_sigmoid(self.predictive)
             self.looked_at = LOOKED_AT
+        elif self.looked_at >= LOOKED_AT:
+            self.may_be_probabilities = bool(bounded)
+
+    def _warn_unless_layer_made_output(self, x: Any) -> None:
+        """Warn of a sigmoid unless the output for x is that of a layer: logits may be small."""
+        self.may_be_probabilities = False
+        if not _last_operation(self.forward(x)).startswith(_LAYERS):
+            warn_of_sigmoid(self.predictive)
 
     def norms(self, start: int, stop: int) -> ChunkNorms:
         """Return the norms of these samples.
@@ -181,6 +194,8 @@ class Passes:
         x = self.inputs(start, stop)
         with self.autocast():
             norms = self.engine.run(x, self.cotangent(range(start, stop), x))
+        if self.may_be_probabilities:
+            self._warn_unless_layer_made_output(x)
         samples = norms.table.shape[1]
         if samples != stop - start:
             raise InputError(
@@ -242,10 +257,15 @@ class Passes:
 
 def ends_in_sigmoid(output: Tensor) -> bool:
     """Return True if the last operation of an output's graph is a sigmoid, but for views of it."""
+    return _last_operation(output).startswith("Sigmoid")
+
+
+def _last_operation(output: Tensor) -> str:
+    """Return the name of the last node of an output's graph, but for views and casts of it."""
     node = output.grad_fn
     while node is not None and node.name().startswith(VIEWS):
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith("Sigmoid")
+    return node.name() if node is not None else ""
 
 
 def _are_no_shares(output: Tensor) -> bool:

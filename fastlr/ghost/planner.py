@@ -19,7 +19,7 @@ from fastlr.errors import FastlrError, InputError, InteractionError, first_line
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
-from fastlr.ghost.fusion.mode import Folding, unfolded
+from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
 from fastlr.ghost.model_io import ModelView
@@ -350,22 +350,25 @@ def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:
 def _is_same_in(companies: list[list[int]], chunk: Chunk, batch: Batch) -> bool:
     """Return True if the batch's samples give in some companies what they gave in it.
 
+    The companies run as the model says; the batch may have run with folded blocks.
+
     Raises:
-        FoldRefuted: they would, if the model ran as it says.
+        FoldRefuted: they give what the batch gives, too, where it runs as the model says.
     """
     view = chunk.view
 
-    def run(samples: Sequence[int]) -> Tensor:
+    def run_plain(samples: Sequence[int]) -> Tensor:
         return view.outputs(batch.pick(samples))
 
     in_batch = in_batch_of(view, batch, chunk.z)
-    difference = in_batch.first_difference(companies, run)
-    if difference is not None and chunk.folding.blocks.has_folded:
-        with unfolded():
-            plain = replace(in_batch, output=run(range(batch.count)))
+    difference = in_batch.first_difference(companies, run_plain)
+    if difference is None:
+        return True
+    if chunk.folding.blocks.has_folded:
+        plain = replace(in_batch, output=run_plain(range(batch.count)))
         if plain.holds(difference.samples, difference.output):
             raise FoldRefuted("the folded model gives another output")
-    return difference is None
+    return False
 
 
 def let_a_proof_name_the_culprit(chunk: Chunk, batch: Batch) -> None:

@@ -31,7 +31,7 @@ from fastlr.ops.torch_private import tree_flatten
 OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
-PROOF_PATIENCE = 2.0  # seconds before a first estimate says that it proves the model
+PROOF_PATIENCE = 2.0  # seconds before a first estimate says what it does
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
@@ -214,12 +214,11 @@ def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgr
 
 
 @contextmanager
-def proof_line(wanted: bool) -> Iterator[Timer]:
-    """Print after `PROOF_PATIENCE` seconds that the model is proven, where somebody may see it.
+def late_line(text: str, wanted: bool) -> Iterator[Timer]:
+    """Print a line after `PROOF_PATIENCE` seconds, where somebody may see it.
 
-    Yields the timer, to be cancelled once the proof is done.
+    Yields the timer, to be cancelled once what it says is done.
     """
-    text = "fastlr: proving on a few inputs that this model's gradients are right, once a model"
     line = Timer(PROOF_PATIENCE, print, [text], {"file": sys.stderr})
     line.daemon = True
     if wanted and _watched():

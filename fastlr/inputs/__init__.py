@@ -11,12 +11,14 @@ can stand in for these.
 """
 
 from fastlr.inputs.base import Batch, Inputs
+from fastlr.inputs.fitted import GaussianInputs
 from fastlr.inputs.synthetic import IMAGENET, GaussianSeries, NoiseImages, ShapeImages, TokenInputs
 from fastlr.inputs.user import TensorInputs
 
 __all__ = [
     "IMAGENET",
     "Batch",
+    "GaussianInputs",
     "GaussianSeries",
     "Inputs",
     "NoiseImages",

@@ -22,6 +22,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from math import prod
 from subprocess import CalledProcessError
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from fastlr.errors import FastlrWarning
 from fastlr.ops import kernel_checks
 from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import may_wait_for_device
+from fastlr.ops.kept_comparisons import KeptComparisons
+from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
 _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
@@ -105,16 +108,19 @@ class Choice(NamedTuple):
         backend: The one that `using` names; None: Triton on a GPU, else plain torch.
         checked: Kernels are held to plain torch at the first call of each kind.
         by_twins: Models run in the blocks that the backend has, and plain torch serves them.
+        noted: Called with each launch of a kernel, which is not made: plain torch serves.
     """
 
     backend: str | None = None
     checked: bool = True
     by_twins: bool = False
+    noted: Callable[..., None] | None = None
 
 
 _LAST_OF_LOW_WORD = (1 << 32) - 2  # number of an image; the next but one needs the high word, too
 # Of the process, not of a context: the backward pass on a GPU runs in another thread.
 _choice = Choice()
+_one_notes = Lock()
 _comparisons = kernel_checks.Comparisons()
 
 
@@ -135,6 +141,27 @@ def using(backend: str | None, *, checked: bool = False, twins: bool = False) ->
         _choice = before
 
 
+@contextmanager
+def noting_launches(note: Callable[..., None]) -> Iterator[None]:
+    """Note the launches that a GPU would make, and let plain torch serve.
+
+    Args:
+        note: called with a kernel, its arguments, and its constants and options.
+
+    Raises:
+        RuntimeError: another thread does so, too.
+    """
+    global _choice
+    if not _one_notes.acquire(blocking=False):
+        raise RuntimeError("another thread notes launches")
+    before, _choice = _choice, Choice("triton", checked=False, noted=note)
+    try:
+        yield
+    finally:
+        _choice = before
+        _one_notes.release()
+
+
 def backend_for(*args: Any) -> str:
     """The backend that an op on these arguments is first asked of."""
     if _choice.backend is not None:
@@ -151,6 +178,8 @@ def run(name: str, *args: Any) -> Any:
     if backend not in TABLE[name] or _choice.by_twins:
         backend = "torch"
     if backend == "triton":
+        if _choice.noted is not None:
+            return _by_twin_as_the_kernel_gives_it(name, args, _choice.noted)
         result = _by_kernel(name, args)
         if result is not NotImplemented:
             return result
@@ -170,6 +199,43 @@ def switch_off(kernels: list[list[str]]) -> None:
     """Leave to plain torch what `switched_off` has given, in another process perhaps."""
     for name, signature in kernels:
         _comparisons.switch_off(name, signature)
+
+
+@contextmanager
+def compared_anew() -> Iterator[None]:
+    """Compare kernels within it as if none had been compared, on this machine or in this process.
+
+    What is found within it is forgotten but for what is kept on disk.
+    """
+    global _comparisons
+    before = _comparisons
+    _comparisons = kernel_checks.Comparisons(KeptComparisons(believed=False))
+    try:
+        yield
+    finally:
+        _comparisons = before
+
+
+def _by_twin_as_the_kernel_gives_it(
+    name: str, args: tuple[Any, ...], note: Callable[..., None]
+) -> Any:
+    """Return the result of plain torch with dtypes and strides of the kernel's, and note launches.
+
+    So what comes after it is launched as after the kernel.
+    """
+    right = twin(name)(*args)
+    with import_module("fastlr.kernels.launching").noting(note):
+        empty = get(name, "triton")(*args)
+    if empty is NotImplemented:
+        return right
+    values, form = tree_flatten(right)
+    made: dict[int, Any] = {}  # one tensor that is given twice stays one
+    given = []
+    for value, like in zip(values, tree_flatten(empty)[0], strict=True):
+        if id(like) not in made:
+            made[id(like)] = kernel_checks.as_given(value, like)
+        given.append(made[id(like)])
+    return tree_unflatten(given, form)
 
 
 def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:

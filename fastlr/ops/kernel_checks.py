@@ -1,6 +1,7 @@
 """Checks that hold kernels to plain torch, their twin.
 
-The first call of each kind in a process is compared with its twin on a few samples.
+The first call of each kind is compared with its twin on a few samples: once a machine, as
+comparisons that were passed are kept (fastlr.ops.kept_comparisons).
 
 The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
 torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
@@ -24,6 +25,7 @@ from fastlr.errors import FastlrWarning
 from fastlr.ops.block import changed, leaves
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.kept_comparisons import KeptComparisons
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import full_products, tree_flatten
 
@@ -291,15 +293,27 @@ def with_strides(values: Tensor, t: Tensor) -> Tensor:
     )
 
 
+def as_given(value: Any, like: Any) -> Any:
+    """Return a tensor with dtype and strides of another of its shape; anything else as it is."""
+    both_are = isinstance(value, Tensor) and isinstance(like, Tensor)
+    if not both_are or value.shape != like.shape or 0 in like.stride():
+        return value
+    return with_strides(value.to(like.dtype), like)
+
+
 class Comparisons:
     """What was found of kernels in this process: the kinds of call that were compared or are off.
+
+    Args:
+        kept: those that earlier processes have passed.
 
     Attributes:
         serves: Calls whose kind was looked up, and whether the kernel serves them.
         uncompiled: The ops that a warning has named as not compiled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptComparisons | None = None) -> None:
+        self._kept = kept or KeptComparisons()
         self._known: set[tuple[str, str, int]] = set()
         self._off: dict[str, set[str]] = {}
         self.serves = Recent[tuple, bool](MOST_CALLS)
@@ -337,17 +351,26 @@ class Comparisons:
 
         None where memory did not suffice to tell.
 
-        One that disagrees is switched off for calls of this kind, with a warning.
+        One that disagrees is switched off for calls of this kind, with a warning. One that agreed
+        in an earlier process is run, so that it is loaded, and not compared.
         """
+        device = _device(args)
+        known = name, kind, device
         try:
+            result = kernel(*args) if result is None else result
+            if self._kept.passed(device, name, kind):
+                self._known.add(known)
+                return True
             deviation = compared(kernel, twin, args, samples, result)
         except Exception as error:
             if not out_of_memory(error):
                 raise
             return None
-        self._known.add((name, kind, _device(args)))
+        self._known.add(known)
         if deviation.share <= 1:
+            self._kept.enter(device, name, kind)
             return True
+        self._kept.forget(device, name)
         self.switch_off(name, kind)
         tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
         shapes = ", ".join(f"{list(t.shape)}" for t in tensors)

@@ -40,6 +40,7 @@ STREAMS = {
     "generated series": 10,
     "targets": 11,
     "pixels": 12,
+    "fitted": 13,
 }
 
 NORMAL_BITS = 16

@@ -41,7 +41,8 @@ class Asked(NamedTuple):
 def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Arguments, Tile]]:
     """Let the table overrule a rule that gives a kernel's block sizes.
 
-    The rule returns a NamedTuple of block sizes, or None where the kernel does not serve.
+    The rule returns a NamedTuple of block sizes, or None where the kernel does not serve. It is
+    asked where the current device is that of the tensors.
 
     Args:
         free: the fields with which the kernel is right whatever they are.

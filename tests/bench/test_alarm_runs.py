@@ -1,6 +1,7 @@
 """The study of alarms from a run to its report, on runs of a few tasks and on made up values."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,9 +58,10 @@ def test_a_run_that_was_stopped_goes_on_without_the_reading_that_it_lost(short, 
     cell = runs.Cell("random-labels", "none", 0)
     settings = runs.settings_of(cell, None)
     whole, parted = tmp_path / "none,seed-0", tmp_path / "parted" / "none,seed-0"
-    runs.carry_out(whole, settings, 4)
-    runs.carry_out(parted, {**settings, "tasks": 2}, 4)
-    runs.carry_out(parted, settings, 4)
+    runs.carry_out(whole, settings, partial(runs.Reader, whole, learned=4))
+    for tasks in (2, 4):
+        reader_of = partial(runs.Reader, parted, learned=4)
+        runs.carry_out(parted, {**settings, "tasks": tasks}, reader_of)
     assert values.run_rows(whole) == values.run_rows(parted)
     (parted / "readings.jsonl").write_text("")
     assert {row["score"] for row in values.run_rows(parted)} == {""}

@@ -1,5 +1,6 @@
 """Tuning tries and takes block sizes by a stand-in clock; kernels launch with the table's."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -75,17 +76,18 @@ def test_processes_that_compile_ahead_have_small_batches_and_failures_are_named(
     ]
 
 
-def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
+def launched():
+    """The positions and warps with which a small pointwise convolution is launched."""
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
     given = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))
+    found = []
+    with noting.noted(lambda kernel, args, options, programs: found.append(options)):
+        ops.run("folded_conv", *given)
+    return found[0]["POSITIONS"], found[0]["num_warps"]
 
-    def launched():
-        found = []
-        with noting.noted(lambda kernel, args, options, programs: found.append(options)):
-            ops.run("folded_conv", *given)
-        return found[0]["POSITIONS"], found[0]["num_warps"]
 
+def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
     with tuning.noting() as found:
         before = launched()
     (key,) = found
@@ -95,6 +97,31 @@ def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
         assert launched() == (positions, before[1])
     with tuning.forcing(key, {"num_warps": 2}):
         assert launched() == (before[0], 2), "what is tried is tried alone"
+
+
+def test_block_sizes_are_those_of_the_device_of_the_tensors(monkeypatch):
+    """Not those of the current device, which is the first of two here."""
+    from fastlr.kernels import folded
+
+    current = [0]
+
+    @contextmanager
+    def on_the_second(tensor):
+        current[0] = 1
+        yield
+        current[0] = 0
+
+    with tuning.noting() as found:
+        launched()
+    (key,) = found
+    of_each = {"8.0": {key: {"positions": 32}}, "9.0": {key: {"positions": 16}}}
+    monkeypatch.setattr(tuning, "table", lambda: of_each)
+    monkeypatch.setattr(tuning, "_capability", ["8.0", "9.0"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    assert launched()[0] == 32
+    monkeypatch.setattr(folded, "on_device", on_the_second)
+    assert launched()[0] == 16
 
 
 def test_the_table_has_fields_that_their_kernels_may_have():

@@ -62,7 +62,9 @@ def test_everything_missing_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     findings = doctor.examine()
-    assert {finding.name for finding in findings if finding.found} == {"python", "torch"}
+    assert {finding.name for finding in findings if finding.found} == {
+        *("python", "torch", "comparisons")
+    }
     assert all(
         finding.cost and finding.remedy and finding.detail
         for finding in findings

@@ -17,7 +17,17 @@ from expected import refused
 from pytest import fixture, importorskip, mark, param, raises, skip
 
 ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["-std=c++20", "-fno-strict-aliasing", "-pthread", "-Wall", "-Wextra", "-Werror"]
 CHECK = ["tests/native/check_reductions.cpp", "csrc/host_group.cpp"]
+STAND_IN = ["-Itests/native/stand_in", "-Icsrc"]
+CHECK_OF_DEVICE = [
+    "tests/native/check_device_group.cpp",
+    "tests/native/stand_in/runtime.cpp",
+    "csrc/host_group.cpp",
+    "-xc++",
+    "csrc/device_group.cu",
+    "-xnone",
+]
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs a checkout with csrc/")
 
@@ -25,6 +35,18 @@ pytestmark = mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs a checkout 
 def run(command, **options):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, **options)
     return done.returncode, done.stdout + done.stderr
+
+
+def sanitized(sanitizer, includes, sources, program):
+    """Build a check of tests/native, which says how much it checked; return what it says."""
+    flags = [*FLAGS, "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    code, said = run([COMPILER, *flags, *includes, *sources, "-o", str(program), "-lrt"])
+    if code != 0 and re.search(r"cannot find .*(asan|ubsan|tsan)", said):
+        skip("this compiler has no sanitizers")
+    assert code == 0, said
+    code, said = run([str(program)])
+    assert code == 0, said[-4000:]
+    return said
 
 
 @mark.skipif(COMPILER is None, reason="needs g++ or clang++")
@@ -35,24 +57,28 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
 
     Time-outs and disagreements between ranks are among the cases.
     """
-    program = str(tmp_path / "check")
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-fno-strict-aliasing",
-        "-pthread",
-        "-Icsrc",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-    ]
-    flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    code, said = run([COMPILER, *flags, *CHECK, "-o", program, "-lrt"])
-    if code != 0 and re.search(r"cannot find .*(asan|ubsan|tsan)", said):
-        skip("this compiler has no sanitizers")
-    assert code == 0, said
-    code, said = run([program])
-    assert code == 0 and re.search(r"^\d{6,} checks, 0 wrong$", said, re.MULTILINE), said[-4000:]
+    said = sanitized(sanitizer, ["-Icsrc"], CHECK, tmp_path / "check")
+    assert re.search(r"^\d{6,} checks, 0 wrong$", said, re.MULTILINE), said[-4000:]
+
+
+@mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs g++ or clang++, and Linux")
+@mark.long
+def test_the_gpus_host_side_works_between_processes(tmp_path):
+    """DeviceGroup in several processes, over a stand-in of the CUDA runtime, with its kernels.
+
+    Sums have the bits of a plain sum and of the CPU's group, at odd sizes and in chunks; ranks
+    that call something else, calls of the runtime that fail and a rank that ends or is stuck are
+    told in time, and nothing is held after the end.
+    """
+    said = sanitized("address,undefined", STAND_IN, CHECK_OF_DEVICE, tmp_path / "check")
+    assert re.search(r"^\d{4,} checks, 0 wrong$", said, re.MULTILINE), said[-4000:]
+
+
+@mark.skipif(COMPILER is None, reason="needs g++ or clang++")
+def test_the_gpus_host_side_fits_the_stand_in():
+    """What the long test above runs compiles without a warning, where nvcc is not."""
+    command = [COMPILER, *FLAGS, *STAND_IN, "-fsyntax-only", "-x", "c++", "csrc/device_group.cu"]
+    assert run(command) == (0, "")
 
 
 def load_setup():

@@ -555,12 +555,29 @@ def test_logits_give_no_alarm(model):
     assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
 
 
+class Logistic(nn.Module):
+    """A sigmoid that a user wrote."""
+
+    def forward(self, x):
+        return 1 / (1 + (-x).exp())
+
+
+def collapsed(layer):
+    """The layer with outputs near a half, which hardly depend on its input."""
+    layer = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.mul_(1e-3)
+        layer.bias.fill_(0.5)
+    return layer
+
+
 @mark.parametrize(
     ("head", "options"),
     [  # by the graph; by the values of 64 samples, two chunks of them
         ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8}),
         ([nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0)], {"n": 8, "predictive": Bernoulli()}),
         ([nn.Linear(6, 5), nn.Hardsigmoid()], {"n": 64, "batch_size": 32}),
+        ([nn.Linear(6, 5), Logistic()], {"n": 64, "batch_size": 32}),
     ],
 )
 def test_a_sigmoid_head_is_told_where_logits_are_taken(head, options):
@@ -572,6 +589,7 @@ def test_a_sigmoid_head_is_told_where_logits_are_taken(head, options):
         estimate(model, inputs, **{**options, "predictive": Gaussian()})
         estimate(model[:1], inputs, **options)
         estimate(constant(0.5, 0.7), inputs, n=64)  # always the same
+        estimate(collapsed(model[0]), inputs, **{"n": 64} | options)  # logits, but small
 
 
 def test_moments():

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fastlr.display.images import tiled
 from fastlr.inputs import (
     IMAGENET,
+    GaussianInputs,
     GaussianSeries,
     NoiseImages,
     ShapeImages,
@@ -30,6 +31,7 @@ GENERATORS = {
     "noise": NoiseImages((3, 5, 7)),
     "noise-normalised": NoiseImages((3, 4, 4), normalize="imagenet"),
     "series": GaussianSeries(33, 3),
+    "fitted": GaussianInputs(torch.rand(7, 3, 4, 5)),
     "tokens": TokenInputs(1000, 13),
     "tokens-mask": TokenInputs(2**31 - 1, 5, attention_mask=True),
     "tensor": TensorInputs(torch.arange(60.0).view(20, 3)),
@@ -223,7 +225,7 @@ def test_records(name):
     assert json.loads(json.dumps(record)) == record
     assert record["inputs"] == type(inputs).__name__
     assert repr(inputs).startswith(type(inputs).__name__ + "(")
-    if not isinstance(inputs, TensorInputs):
+    if not isinstance(inputs, (TensorInputs, GaussianInputs)):
         assert eval(repr(inputs)) == inputs
         assert (
             type(inputs)(**{k: v for k, v in record.items() if k != "inputs"}).to_dict() == record

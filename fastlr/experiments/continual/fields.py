@@ -11,6 +11,7 @@ from fastlr.metrics.weights import OF_PARAMETERS
 
 SHAPES = "local_redundancy"
 THIS_TASK = "local_redundancy_this_task"
+FITTED = "local_redundancy_fitted"
 LEARNING_SPEED = "learning_speed"
 REFERENCE = "local_redundancy_next_task"
 REAL = "local_redundancy_real"
@@ -60,6 +61,12 @@ FIELDS |= by_name(
         "LR on this task",
         "the task's real images",
         inputs="training images of the task just learned",
+    ),
+    Field(
+        FITTED,
+        "LR on fitted inputs",
+        "Gaussian, fitted on the first task",
+        inputs="Gaussian inputs fitted on training images of the first task",
     ),
     Field(LEARNING_SPEED, "accuracy after one epoch", unit="share", percent=True),
     Field(

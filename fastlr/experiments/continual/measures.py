@@ -15,7 +15,13 @@ import fastlr
 from fastlr import metrics
 from fastlr.distributed.sharding import apart
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.fields import FIELDS, LEARNING_SPEED, REFERENCE, THIS_TASK
+from fastlr.experiments.continual.fields import (
+    FIELDS,
+    FITTED,
+    LEARNING_SPEED,
+    REFERENCE,
+    THIS_TASK,
+)
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
@@ -28,6 +34,7 @@ from fastlr.metrics.weights import OF_PARAMETERS
 _OF_FEW = ("curvature_rank", "ntk_rank")
 _OWN_PASSES = ("train_grad_norm", "gradient_noise_scale", "trainability", *_OF_FEW)
 _FEW = 64  # images of these ranks, which hold a gradient of each
+_FITTED_ON = 256  # images of the first task
 _LR = (
     "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
     "eval mode"
@@ -90,7 +97,7 @@ class Measurer:
         self.trainer, self.options = trainer, trainer.options
         self.initial, self.chunks = initial, dict(chunks)
         shape = (3, tasks.size, tasks.size)
-        self._fewest = tasks.fewest
+        self._tasks = tasks
         self._current = CurrentImages(trainer.channels_last)
         self._inputs: dict[str, Any] = {
             "local_redundancy": fastlr.ShapeImages(size=shape),
@@ -217,13 +224,14 @@ class Measurer:
 
     def _redundancy(self, name: str, boundary: Boundary) -> dict[str, Any]:
         n = self.options.redundancy_n
-        if self._inputs[name] is self._current:
+        if self._inputs.get(name) is self._current:
             task = boundary.task if name == THIS_TASK else boundary.following
             assert task is not None
-            n = min(n, self._fewest)
-            generator = torch.Generator().manual_seed(0)
-            order = torch.randperm(len(task.train_y), generator=generator)[:n]
-            self._current.images = take(task.train_x, order.to(task.train_x.device))
+            n = min(n, self._tasks.fewest)
+            self._current.images = _some_images(task, n)
+        if name == FITTED and name not in self._inputs:
+            images = _some_images(self._tasks.load(0), _FITTED_ON)
+            self._inputs[name] = fastlr.GaussianInputs(normalise(images))
         if name not in self._estimators:
             self._estimators[name] = redundancy_estimator(
                 self.trainer, self._inputs[name], self.chunks.get(name), n=n
@@ -234,6 +242,13 @@ class Measurer:
         if name == "local_redundancy":
             self.per_image = estimate.per_sample
         return redundancy_record(estimate, FIELDS[name].inputs)
+
+
+def _some_images(task: Task, most: int) -> Tensor:
+    """Return training images of a task, uint8: the first ``most`` of one random order."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(task.train_y), generator=generator)[:most]
+    return take(task.train_x, order.to(task.train_x.device))
 
 
 def measure_record(measure: metrics.Measure) -> dict[str, Any]:

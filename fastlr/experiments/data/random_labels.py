@@ -141,7 +141,7 @@ class FreshDigits(PermutedDigits):
         return self.split(self.x[order], self.y[order], device)
 
 
-def load_digits(fewest: int = 1) -> tuple[Tensor, Tensor]:
+def load_digits(fewest: int = 2) -> tuple[Tensor, Tensor]:
     """Return scikit-learn's 1,797 handwritten digits and their labels.
 
     The digits are uint8 ``[n, 3, 8, 8]`` with channels_last strides.

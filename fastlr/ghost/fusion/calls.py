@@ -229,7 +229,7 @@ def _as_residual(other: Tensor, block: Pending) -> Tensor:
 
     By kernels it can, but not a gate, nor the activation's derivative: another reader has to.
     """
-    if not block.can_leave_activation or not isinstance(other, Lazy):
+    if not block.runs_by_kernel or not isinstance(other, Lazy):
         return computed(other)
     loaded = other.loaded()
     another_reader_applies_derivative = loaded.gradient_at_output

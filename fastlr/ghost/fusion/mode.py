@@ -93,7 +93,7 @@ class Folding(TorchFunctionMode):
         """
         blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
         blocks.names = {id(t): name for name, t in tensors.items()}
-        self._forget_reads_of_earlier_inputs(inputs)
+        self._watch_reads_of(inputs)
         for _ in range(_MOST_PASSES):
             blocks.begin()
             if blocks.disabled or self.idle or not _enabled.get():
@@ -128,8 +128,8 @@ class Folding(TorchFunctionMode):
         result = handler(self.blocks, call)
         return call.run() if result is None else result
 
-    def _forget_reads_of_earlier_inputs(self, inputs: Any) -> None:
-        """Note from now on who reads the inputs, if kernels serve them."""
+    def _watch_reads_of(self, inputs: Any) -> None:
+        """Note from now on who reads these inputs, if kernels serve them."""
         self.inputs = None
         kernels_serve_them = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
         if kernels_serve_them:

@@ -338,8 +338,8 @@ class Pending(Lazy):
         )
 
     @property
-    def can_leave_activation(self) -> bool:
-        """True if the activation can be left to the readers: kernels serve, and nothing is late."""
+    def runs_by_kernel(self) -> bool:
+        """True if kernels serve the block as it is: it can leave its activation to the readers."""
         if self.batch_norm is None or self.absorbed or not self.untouched:
             return False
         x = loaded_of(self.convolution.x).tensor  # was loaded when the block began
@@ -351,7 +351,7 @@ class Pending(Lazy):
         self.unactivated = Loaded(unactivated, self.activation, gradient_at_output=no_derivative)
 
     def loaded(self) -> Loaded:  # noqa: D102
-        if self.unactivated is None and self.can_leave_activation:
+        if self.unactivated is None and self.runs_by_kernel:
             self._leave_activation(self._folded("none")[0])
         return self.unactivated or Loaded(self.compute())
 
@@ -367,7 +367,7 @@ class Pending(Lazy):
         kind = kind_of(self.convolution.weight, self.convolution.geometry)
         if self.residual is not None or self.ndim != 4 or kind != "depthwise":
             return None
-        if not self.can_leave_activation:
+        if not self.runs_by_kernel:
             return None
         unactivated, mean = self._folded(self.activation, mean=True)
         self._leave_activation(unactivated)

@@ -66,7 +66,7 @@ def test_a_run_can_be_made_longer(tmp_path, images):
         begin(
             tmp_path / name,
             images,
-            measures=("weight_norm", "local_redundancy_next_task"),
+            measures=("weight_norm", "local_redundancy_next_task", "local_redundancy_fitted"),
             tasks=tasks,
         )
     torch.rand(7)  # what happens in between does not matter
@@ -158,6 +158,19 @@ def test_measures_on_a_task_use_the_task_just_learned(tmp_path, images):
         model, normalise(task.train_x), task.train_y, F.cross_entropy
     )
     assert last["measures"]["train_grad_norm"]["value"] == approx(float(wanted), rel=1e-5)
+
+
+def test_fitted_inputs_are_made_like_the_images_of_the_first_task(tmp_path, images):
+    name = "local_redundancy_fitted"
+    settings = {"tasks": 2, "measures": (name,), "seed": 3, "redundancy_probe": "exact"}
+    *_, last = begin(tmp_path / "run", images, **settings)
+    model = net()
+    model.load_state_dict(checkpoint(tmp_path / "run")["model"])
+    first = load_task(ImageStore.open(images), pairs(3, 1, seed=3)[0])
+    order = torch.randperm(22, generator=torch.Generator().manual_seed(0))
+    inputs = fastlr.GaussianInputs(normalise(first.train_x[order]))
+    wanted = fastlr.estimate(model, inputs, n=20, seed=3, probe="exact")
+    assert last["measures"][name]["value"] == approx(wanted.value, rel=1e-5)
 
 
 def test_measures_at_some_boundaries(tmp_path, images):

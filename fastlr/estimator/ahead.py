@@ -1,0 +1,104 @@
+"""What a first estimate on a GPU will launch is compiled before it, side by side.
+
+A pass over the first chunk in which plain torch serves every op notes the launches. It has an
+engine of its own, so that nothing proven, compared or measured by it is known of the model, and
+it happens once a machine for a model and a size of chunk: a mark beside the kept comparisons says
+that it was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.estimator.passes import Passes
+from fastlr.ghost.engine import Engine
+from fastlr.ghost.runtime import late_line
+from fastlr.ops import compile_ahead, kept_comparisons
+from fastlr.ops.compile_ahead import Architecture, Launch
+from fastlr.ops.torch_private import tree_leaves
+
+
+class Ahead:
+    """Compiles what chunks will launch.
+
+    Args:
+        passes: over one chunk.
+
+    Attributes:
+        told: True to say on a terminal that kernels are compiled.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._of_the_estimate = passes
+        self._own: Passes | None = None
+        self._sizes: set[int] = set()  # of chunks that were asked for
+        self.told = False
+
+    def compile(self, start: int, stop: int) -> None:
+        """Compile what a chunk of these inputs launches, unless this machine has.
+
+        Nothing depends on it: what is not compiled here is compiled when it is launched.
+        """
+        if stop - start in self._sizes:
+            return
+        self._sizes.add(stop - start)
+        target = self._target()
+        if target is None:
+            return
+        with suppress(Exception):  # the estimate itself says what is wrong
+            mark = self._mark(stop - start)
+            if mark is None or mark.exists():
+                return
+            launches = self._launches(start, stop)
+            text = f"fastlr: compiling {len(launches)} kernels, once a machine"
+            with late_line(text, self.told):
+                complete = compile_ahead.compile_side_by_side(launches, target)
+            if complete:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+
+    def _target(self) -> Architecture | None:
+        """Return what Triton compiles for here; None where fastlr launches no kernels of Triton."""
+        view = self._of_the_estimate.view
+        if view.device.type != "cuda" or not view.parameters_in_memory or not ops.has_triton():
+            return None
+        major, minor = torch.cuda.get_device_capability(view.device)
+        return Architecture("cuda", 10 * major + minor, 32)
+
+    def _mark(self, size: int) -> Path | None:
+        """Return the file that says that a chunk of this size was compiled for; None for nowhere.
+
+        Its name tells the model by its parameters and the inputs by their shapes.
+        """
+        passes = self._of_the_estimate
+        device, folder = passes.view.device, kept_comparisons.folder()
+        key = kept_comparisons.made_for(-1 if device.index is None else device.index)
+        if key is None or folder is None:
+            return None
+        tensors = list(passes.engine.view.module.parameters()) + tree_leaves(passes.inputs(0, 1))
+        layouts = [(t.dtype, t.shape, t.stride()) for t in tensors if isinstance(t, Tensor)]
+        told = repr((key, layouts, passes.options.dtype, passes.options.probe, size))
+        return folder / f"compiled-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+
+    def _launches(self, start: int, stop: int) -> list[Launch]:
+        """Return what a chunk of these inputs launches, one for each compiled variant."""
+        if self._own is None:
+            passes = self._of_the_estimate
+            self._own = Passes(passes.options, passes.view)
+            self._own.engine = Engine(passes.view)
+        launches, note = compile_ahead.noted()
+        try:
+            with warnings.catch_warnings(), ops.noting_launches(note):
+                warnings.simplefilter("ignore")
+                self._own.norms(start, stop)
+        finally:
+            if self._own.view.device.type == "cuda":
+                torch.cuda.empty_cache()  # plain torch takes more than kernels do
+        return list(launches.values())

@@ -1,0 +1,188 @@
+"""Kernels are compiled ahead of their launches, side by side, by processes of their own.
+
+In: launches that `noted` has noted. Out: Triton's cache on disk, in which the launches find what
+was compiled. The processes have no GPU: they import fastlr's kernels and nothing of the user's, and
+go the way of a launch up to the compiled kernel, so that it is found under the same key. What does
+not compile there is left to the launch, which says why.
+
+Usage: ``python -m fastlr.ops.compile_ahead``, with pickled launches on its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_PROCESSES = 16
+# The same packages as here, wherever they were found, and none of the folder that it is run in.
+_STARTED = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from fastlr.ops.compile_ahead import main; main()"
+)
+
+
+class Memory(NamedTuple):
+    """A tensor, as far as the compiler knows it.
+
+    Attributes:
+        dtype: of its elements.
+        offset: bytes from an address that is a multiple of 16.
+    """
+
+    dtype: torch.dtype
+    offset: int
+
+
+class Launch(NamedTuple):
+    """All that a compiled variant of a kernel depends on.
+
+    Attributes:
+        module: in which the kernel is.
+        kernel: its name there.
+        args: its arguments but for constants; tensors as `Memory`.
+        constants: its constants, and the compiler's options.
+    """
+
+    module: str
+    kernel: str
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+class Architecture(NamedTuple):
+    """What is compiled for, as Triton names it: cuda, 90 and 32 of an H100."""
+
+    backend: str
+    arch: int
+    warp_size: int
+
+
+def noted() -> tuple[dict[str, Launch], Callable[..., None]]:
+    """Return launches by compiled variant, none yet, and what `ops.noting_launches` calls."""
+    launching = import_module("fastlr.kernels.launching")
+    launches: dict[str, Launch] = {}
+
+    def note(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        name = launching.variant(kernel, args, constants)
+        function = kernel.fn
+        launches[name] = Launch(
+            function.__module__,
+            function.__name__,
+            tuple(_seen(a) for a in args),
+            constants | launching.FUSED,
+        )
+
+    return launches, note
+
+
+def _seen(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return Memory(argument.dtype, argument.data_ptr() % 16)
+    return argument
+
+
+def processes() -> int:
+    """Return how many processes compile side by side: as many as cores of this rank's share."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, min(MOST_PROCESSES, (available or 1) // ranks))
+
+
+def compile_side_by_side(launches: list[Launch], target: Architecture) -> bool:
+    """Compile the variants of kernels that these launches need, into Triton's cache on disk.
+
+    Returns True if all of them were compiled.
+    """
+    count = min(processes(), len(launches))
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-c", _STARTED]
+    started = []
+    for first in range(count):
+        given = pickle.dumps(sys.path) + pickle.dumps((launches[first::count], target))
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        started.append((process, given))
+    try:
+        for process, given in started:
+            assert process.stdin is not None
+            process.stdin.write(given)
+            process.stdin.close()
+        return [process.wait() for process, _ in started] == [0] * count
+    except BrokenPipeError:  # one has ended before it read: the launches compile
+        return False
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    """Compile the launches on standard input; the exit code is 1 if any of them failed."""
+    launches, target = pickle.load(sys.stdin.buffer)
+    sys.exit(not all([compiled(launch, target) for launch in launches]))
+
+
+def compiled(launch: Launch, target: Architecture) -> bool:
+    """Compile what a launch needs as the launch would, and return True if that went well."""
+    kernel = getattr(import_module(launch.module), launch.kernel)
+    try:
+        with without_gpu(target):
+            args = [_stand_in(a) for a in launch.args]
+            kernel.warmup(*args, grid=(1,), **launch.constants)
+    except Exception:
+        return False
+    return True
+
+
+def _stand_in(argument: Any) -> Any:
+    """A tensor for Triton's compiler, which asks for its dtype and its address alone."""
+    if not isinstance(argument, Memory):
+        return argument
+    from triton.runtime.jit import MockTensor
+
+    stand_in = MockTensor(argument.dtype)
+    stand_in.data_ptr = lambda: argument.offset
+    return stand_in
+
+
+@contextmanager
+def without_gpu(target: Architecture) -> Iterator[None]:
+    """Let Triton compile for a target without asking a driver."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class NoDevice:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> Any:
+            return GPUTarget(*target)
+
+    before = driver._active
+    driver.set_active(NoDevice())
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Comparisons of kernels with plain torch that were passed on this machine, kept on disk.
+
+A later process need not make them again. They hold for one key, `made_for`: where anything in it
+is another, or cannot be told, nothing of the file is believed. Neither is a file that is damaged,
+of another user, or from before fastlr's own files were changed.
+
+The file is in the folder that ``FASTLR_CACHE`` names, else in ``fastlr`` in the user's folder of
+caches (``XDG_CACHE_HOME``, ``~/.cache``); with ``FASTLR_CACHE=0`` nothing is read or written. A
+file that cannot be read or written is no error: kernels are compared again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+_IMPORTED = time.time()  # fastlr's files may be newer than what is loaded of them if changed later
+DRIVER = Path("/proc/driver/nvidia/version")
+# Of the environment, beside what Triton itself says: what its compiler, ptxas and LLVM read.
+_COMPILERS = ("TRITON_", "PTXAS_", "NVPTX_", "LLVM_", "DISABLE_", "CUDA_FORCE_", "CUDA_DISABLE_")
+_PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")  # of files, which change nothing
+
+Passed = set[tuple[str, str]]  # op and kind of call
+
+
+def folder() -> Path | None:
+    """Return the folder of what fastlr keeps of this machine; None where it is to keep nothing."""
+    named = os.environ.get("FASTLR_CACHE")
+    if named == "0":
+        return None
+    if named:
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches, "fastlr")
+
+
+def made_for(device: int) -> dict[str, str] | None:
+    """Return all that a comparison on a GPU depends on but the call itself.
+
+    None on a CPU, and where any of it cannot be told.
+    """
+    if device < 0 or sources_changed():
+        return None
+    try:
+        return _described(device)
+    except Exception:  # Triton's own functions differ by version: then nothing is kept
+        return None
+
+
+@cache
+def _described(device: int) -> dict[str, str]:
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    gpu: Any = torch.cuda.get_device_properties(device)
+    ptxas = make_backend(GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)).hash()
+    compilers = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_COMPILERS) and name not in _PLACES
+    }
+    return {
+        "fastlr": _digest_of_sources(),
+        "triton": _digest(_triton()),
+        "ptxas": ptxas,
+        "environment": repr(sorted((compilers | get_cache_invalidating_env_vars()).items())),
+        "torch": f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda}",
+        "driver": DRIVER.read_text(),
+        "GPU": f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count} {gpu.total_memory}",
+    }
+
+
+def _triton() -> str:
+    """Return what Triton's cache knows itself by: its version and a digest of all of its files."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        from triton.compiler.compiler import triton_key
+    return triton_key()
+
+
+@cache
+def _sources() -> list[Path]:
+    """The files that kernels, their launches, plain torch's twins and comparisons are made of."""
+    folders = [
+        folder
+        for package in ("fastlr.kernels", "fastlr.ops")
+        for folder in import_module(package).__path__
+    ]
+    files = [path for folder in folders for path in Path(folder).rglob("*")]
+    return sorted(path for path in files if path.suffix in (".py", ".json"))
+
+
+def sources_changed() -> bool:
+    """Return True if a file is newer than its import, so that nobody knows what was compared."""
+    return any(path.stat().st_ctime > _IMPORTED for path in _sources())
+
+
+def _digest_of_sources() -> str:
+    return _digest("\n".join(f"{path.name} {_digest(path.read_text())}" for path in _sources()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class KeptComparisons:
+    """The comparisons that are kept of each GPU.
+
+    Args:
+        believed: False to compare anew what earlier processes have passed.
+    """
+
+    def __init__(self, believed: bool = True) -> None:
+        self._believed = believed
+        self._read: dict[Path, Passed] = {}
+
+    def passed(self, device: int, name: str, kind: str) -> bool:
+        """Return True if an op's kernel has passed the comparison for calls of this kind."""
+        key = made_for(device)
+        path = _file(key)
+        if key is None or path is None or not self._believed:
+            return False
+        if path not in self._read:
+            self._read[path] = read(path, key)
+        return (name, kind) in self._read[path]
+
+    def enter(self, device: int, name: str, kind: str) -> None:
+        """Keep that an op's kernel has passed the comparison for calls of this kind."""
+        self._change(device, lambda passed: passed | {(name, kind)})
+
+    def forget(self, device: int, name: str) -> None:
+        """Drop all comparisons of an op's kernel, of which one has failed."""
+        self._change(device, lambda passed: {each for each in passed if each[0] != name})
+
+    def _change(self, device: int, changed: Callable[[Passed], Passed]) -> None:
+        key = made_for(device)
+        path = _file(key)
+        if key is None or path is None:
+            return
+        # With what others have written since; what two write at once is compared once more.
+        self._read[path] = changed(read(path, key))
+        write(path, key, self._read[path])
+
+
+def _file(key: dict[str, str] | None) -> Path | None:
+    place = folder()
+    if key is None or place is None:
+        return None
+    return place / f"comparisons-{_digest(json.dumps(key))[:16]}.json"
+
+
+def read(path: Path, key: dict[str, str]) -> Passed:
+    """Return what a file holds for this key; nothing where it is not whole, or not the user's."""
+    try:
+        if path.stat().st_uid != os.getuid():
+            return set()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        passed = content["passed"]
+        whole = content["made_for"] == key and content["digest"] == _digest(json.dumps(passed))
+        return {(name, kind) for name, kind in passed} if whole else set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return set()
+
+
+def write(path: Path, key: dict[str, str], passed: Passed) -> None:
+    """Write a file whole or not at all; where it cannot be written, none is there."""
+    listed = sorted(map(list, passed))
+    content = {"made_for": key, "passed": listed, "digest": _digest(json.dumps(listed))}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial_file(path) as file:
+            json.dump(content, file, indent=0)
+    except OSError:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[IO[str]]:
+    """Open a file of another name, which takes the place of ``path`` at the end."""
+    number, name = tempfile.mkstemp(".part", path.name, path.parent)
+    try:
+        with open(number, "w", encoding="utf-8") as file:
+            yield file
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def summary() -> str:
+    """Say how many comparisons are kept, and where."""
+    place = folder()
+    if place is None:
+        return "none: FASTLR_CACHE=0"
+    files = sorted(place.glob("comparisons-*.json")) if place.is_dir() else []
+    return f"{len(files)} machines or versions in {place}" if files else f"none yet in {place}"
