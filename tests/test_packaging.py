@@ -107,6 +107,7 @@ def environment_with(wheel, folder):
     return bin_folder, place
 
 
+@pytest.mark.long
 def test_installs_into_an_empty_environment(built, tmp_path):
     """The wheel alone gives fastlr."""
     bin_folder, place = environment_with(built[1], tmp_path)

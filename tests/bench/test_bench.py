@@ -203,13 +203,6 @@ def test_a_contender_that_is_not_right_is_never_timed(tmp_path):
     assert refused[1] == ("fails", "cannot run", "RuntimeError: no such layer")
 
 
-@mark.long
-def test_xdist_is_refused_on_the_command_line():
-    done = pytest_bench("bench/test_norms.py", "-n", "2")
-    assert done.returncode == 4
-    assert "leave -n out" in done.stderr
-
-
 def row(network, contender, ratio, low, high):
     info = {
         "contender": contender,
