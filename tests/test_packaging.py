@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import fastlr
-
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "runs"}
 # The extension has tests of its own, and takes a compiler a minute.
@@ -109,6 +107,7 @@ def environment_with(wheel, folder):
     return bin_folder, place
 
 
+@pytest.mark.long
 def test_installs_into_an_empty_environment(built, tmp_path):
     """The wheel alone gives fastlr."""
     bin_folder, place = environment_with(built[1], tmp_path)
@@ -151,9 +150,3 @@ def test_a_wheel_has_the_extension_where_there_is_a_compiler(built, tmp_path, co
     said = run(programs / "fastlr", "doctor", cwd=tmp_path, env=env)
     (line,) = [line for line in said.splitlines() if re.match(r"\w+ +fastlr\._C\b", line)]
     assert line.split()[0] == ("found" if compiler == "with-a-compiler" else "missing")
-
-
-def test_version_of_this_install():
-    from importlib.metadata import version
-
-    assert fastlr.__version__ == version("fastlr")

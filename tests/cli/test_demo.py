@@ -1,6 +1,6 @@
 """The demo's two runs, sentences and page agree with the records.
 
-The long tests run it at full size.
+The long tests run it at full size, and its runs in processes of their own.
 """
 
 import io
@@ -13,10 +13,12 @@ import pytest
 from expected import refused
 from PIL import Image
 from rich.console import Console
+from runs_here import messages_here
 
 from fastlr.cli import demo
 from fastlr.errors import FastlrError
 from fastlr.experiments.continual import read_run
+from fastlr.experiments.runs import processes
 
 SMALL = {
     "tasks": 6,
@@ -30,9 +32,10 @@ SMALL = {
 def carry_out(folder, **settings):
     """A demo, and what it printed."""
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    return demo.run(
-        folder, seed=1, settings={**SMALL, **settings}, console=console
-    ), console.file.getvalue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "job_messages", messages_here)
+        report = demo.run(folder, seed=1, settings={**SMALL, **settings}, console=console)
+    return report, console.file.getvalue()
 
 
 @pytest.fixture(scope="module")

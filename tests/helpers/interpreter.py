@@ -1,10 +1,13 @@
-"""Kernels in Triton's interpreter, in a process of their own.
+"""Kernels in Triton's interpreter, in processes of their own.
 
 TRITON_INTERPRET is read when Triton is imported.
 """
 
+import atexit
 import functools
 import importlib
+import json
+import math
 import os
 import re
 import subprocess
@@ -18,8 +21,11 @@ import torch
 
 LANGUAGES = ("triton.language", "triton.language.core")
 TESTS = Path(__file__).parents[1]
-BEFORE = """
+SERVER = """
+import json
+import os
 import sys
+import traceback
 import torch
 torch.set_num_threads(1)
 # New memory is NaN: what a kernel does not write would show.
@@ -32,8 +38,37 @@ interpreter.hasten()
 claims = interpreter.note_claims()
 import fastlr
 from fastlr import ops
-given = torch.load(sys.argv[1], weights_only=False)
+
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        os.dup2(2, 1)
+        script, folder = json.loads(line)
+        code = 1
+        try:
+            given = torch.load(f"{folder}/given.pt", weights_only=False)
+            exec(script)
+            assert not claims, claims
+            torch.save(results, f"{folder}/results.pt")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    print(os.waitpid(process, 0)[1], flush=True)
 """
+
+
+@functools.cache
+def server():
+    """A process that has imported what scripts need, and runs each in a copy of itself."""
+    path = os.pathsep.join(
+        [str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **ends)
+    atexit.register(process.communicate)
+    return process
 
 
 def interpreted(script, folder, given=None):
@@ -45,15 +80,10 @@ def interpreted(script, folder, given=None):
     tells the compiler what does not hold: on a GPU that goes wrong silently (see `note_claims`).
     """
     pytest.importorskip("triton")
-    files = [str(folder / "given.pt"), str(folder / "results.pt")]
-    torch.save(given, files[0])
-    path = os.pathsep.join(
-        [str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")]
-    )
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    program = f"{BEFORE}{script}\nassert not claims, claims\ntorch.save(results, sys.argv[2])"
-    subprocess.run([sys.executable, "-c", program, *files], check=True, env=environment)
-    return torch.load(files[1], weights_only=False)
+    torch.save(given, folder / "given.pt")
+    print(json.dumps([script, str(folder)]), file=server().stdin, flush=True)
+    assert server().stdout.readline() == "0\n", "the script has failed: see stderr"
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 def params(cases, slow):
@@ -75,7 +105,7 @@ def hasten():
     """Have the interpreter do once what it does in every call, more than half of its time.
 
     It patches the language for every function, lists all dtypes for one, works out types of tuples
-    that nobody asks for.
+    that nobody asks for, and makes the shapes of every tensor anew.
     """
     from triton.runtime import interpreter
 
@@ -113,6 +143,25 @@ def hasten():
         return self.type
 
     core.tuple.__init__, core.tuple.__getattr__ = init, of_name
+    make_block = core.block_type.__init__
+    blocks = {}
+
+    def block(self, element_ty, shape):
+        key = element_ty.name, *core._unwrap_if_constexpr(shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    @functools.cache
+    def size_and_shape(shape):
+        return core.constexpr(math.prod(shape)), core.tuple(map(core.constexpr, shape))
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = size_and_shape(type.shape if type.is_block() else ())
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
 
 
 def note_claims():

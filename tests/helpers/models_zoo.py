@@ -10,7 +10,7 @@ import torchvision
 import zoo_layers  # noqa: F401  (registers the small ones)
 import zoo_odd  # noqa: F401
 from torch import nn
-from torchvision.models import DenseNet, VisionTransformer, shufflenet_v2_x0_5
+from torchvision.models import DenseNet, ShuffleNetV2, VisionTransformer
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
@@ -34,6 +34,7 @@ def images(model, size, batch=3):
 TORCHVISION = {  # name: (a small size that leaves every layer something to do, options)
     "mobilenet_v3_large": (48, {"num_classes": 2}),
     "resnet18": (40, {"num_classes": 10}),
+    "shufflenet_v2_x0_5": (40, {"num_classes": 4}),
     "efficientnet_b0": (40, {"num_classes": 10}),
     "densenet121": (48, {"num_classes": 10}),
     "convnext_tiny": (64, {"num_classes": 10}),
@@ -44,6 +45,8 @@ TORCHVISION = {  # name: (a small size that leaves every layer something to do, 
 KINKED = {
     "densenet121",
     "densenet121@224",
+    "shufflenet_v2_x0_5",
+    "shufflenet_v2_x0_5@224",
     "resnet18@224",
 }  # seen: float32 autograd itself is off by 1e-4 to 7e-4
 
@@ -72,12 +75,13 @@ INVERTED = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 5, 2, 8, 12, 2)]
 zoo("efficientnet_thin")(lambda: images(EfficientNet(INVERTED, 0.2, num_classes=5), 40))
 zoo("densenet_thin", kinked=True)(lambda: images(DenseNet(4, (2, 2), 8, num_classes=5), 48))
 zoo("vit_thin")(lambda: images(VisionTransformer(32, 8, 2, 2, 16, 24, num_classes=5), 32, batch=4))
-swin = partial(SwinTransformer, [2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5)
+swin = partial(SwinTransformer, [2, 2], 12, [2, 1], [2, 2], [4, 4], num_classes=5)
 zoo("swin_thin")(lambda: images(swin(), 32))
 zoo("swin_v2_thin")(
     lambda: images(swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32)
 )
-zoo("shufflenet")(lambda: images(shufflenet_v2_x0_5(num_classes=4), 40))
+SHUFFLED = [2, 2, 2], [8, 8, 12, 16, 24]
+zoo("shufflenet")(lambda: images(ShuffleNetV2(*SHUFFLED, num_classes=4), 40))
 
 
 def tokens(batch, length):

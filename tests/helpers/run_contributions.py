@@ -57,9 +57,13 @@ def main(page, folder):
     examples = follow(page, home)
     sys.path.insert(0, str(folder))
 
+    from runs_here import messages_here
+
     import fastlr
+    from fastlr.experiments.runs import processes
     from fastlr.ops.interpreter import repair_interpreter
 
+    processes.job_messages = messages_here
     assert Path(fastlr.__file__).parent == home
     repair_interpreter()  # before any kernel
     for text in examples:

@@ -73,7 +73,7 @@ def wide_cases():
 WIDE = wide_cases()
 BOTH = CASES | WIDE
 SLOW = (
-    r"3x3_large|5_strided|twice|stem|(3x3_\w+|3x5\w*|pointwise_\w+|dilated)-(t|m|c)|"
+    r"3x3_large|5_strided|twice|stem|(3x3_\w+|3x5\w*|even_kernel|pointwise_\w+|dilated)-(t|m|c)|"
     "gram-(blocks|common|vectors-)|two-tiles-square|tap-a-tile-grouped|vectors-channels"
 )
 # In full precision the folded op, which shares the kernel, has these quick.

@@ -1,5 +1,7 @@
 """Shape images: the plain definition and, bit for bit, the Triton kernel in the interpreter."""
 
+import hashlib
+
 import interpreter
 import torch
 from expected import needs_gpu, refused
@@ -174,15 +176,9 @@ def test_the_images_do_not_change_between_versions():
     """Recorded runs name (seed, index): the same pixels must come back."""
     image = shape_images(
         7, 8, size=(3, 4, 4), rectangles=2, circles=2, seed=2024, dtype=torch.uint8
-    )[0]
-    assert image.tolist() == FROZEN
-
-
-FROZEN = [
-    [[126, 59, 226, 226], [226, 226, 101, 101], [226, 226, 226, 226], [226, 226, 226, 226]],
-    [[157, 226, 238, 238], [238, 238, 241, 241], [238, 238, 238, 238], [238, 238, 238, 238]],
-    [[140, 3, 189, 189], [189, 189, 198, 198], [189, 189, 189, 189], [189, 189, 189, 189]],
-]
+    )
+    digest = hashlib.sha256(image.numpy()).hexdigest()
+    assert digest == "bfd770244a2375b7bc3945a97ac3be98728c7ff7faca3a97c68215dbb2a925b4"
 
 
 @mark.parametrize(
@@ -235,19 +231,16 @@ CASES = {
         2,
         {"size": (3, 20, 20), "rectangle_sides": (0.5, 0.5), "circle_radii": (1 / 3, 1 / 3)},
     ),
-    "channels-last": (0, 3, {"size": (3, 33, 47), "table": "normalised", "channels_last": True}),
     "bf16": (0, 2, {"size": (3, 33, 47), "table": "normalised", "dtype": "bfloat16"}),
     "bf16-channels-last": (0, 2, {"size": (3, 64, 64), "dtype": "bfloat16", "channels_last": True}),
-    "fp16": (0, 2, {"size": (3, 33, 47), "table": "normalised", "dtype": "float16"}),
     "fp64": (0, 2, {"size": (3, 33, 47), "table": "normalised", "dtype": "float64"}),
     "bytes": (0, 2, {"size": (3, 33, 47), "dtype": "uint8"}),
-    "seed-over-32-bits": (0, 2, {"size": (3, 32, 32), "seed": (1 << 40) + 17}),
     "largest-seed": (0, 2, {"size": (3, 32, 32), "seed": (1 << 64) - 1}),
     "index-over-32-bits": ((1 << 32) - 1, (1 << 32) + 1, {"size": (3, 32, 32)}),
     "index-at-bit-31": ((1 << 31) - 1, (1 << 31) + 1, {"size": (3, 32, 32)}),
     "last-index": ((1 << 64) - 2, 1 << 64, {"size": (3, 32, 32)}),
 }
-SLOW = "^(224|64|fp16|one-size|seed-over-32-bits|channels-last)$"  # others that are quick are alike
+SLOW = "^(224|one-size)$"  # others that are quick are alike
 AT = (
     "33x47",
     "two-blocks-of-images",

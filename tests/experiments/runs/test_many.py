@@ -19,6 +19,7 @@ import torch
 from continual_cases import SMALL, as_arguments, assert_same, checkpoint, comparable, lines
 from expected import refused, warned
 from rich.console import Console
+from runs_here import messages_here
 
 from fastlr.cli.progress import RunBoard, progress
 from fastlr.display.record import progress_bar
@@ -127,7 +128,11 @@ run_jobs([job], [{{}}], listen)
 # --------------------------------------------------------------------------------------------------
 
 
-def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
+@pytest.mark.parametrize(
+    "later", [messages_here, pytest.param(processes.job_messages, marks=pytest.mark.long)]
+)
+def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, later):
+    """They are processes, those that go on ``later`` too in the long tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = {
         **SMALL,
@@ -164,6 +169,7 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     )
 
     # one more task and one more seed, which fails
+    monkeypatch.setattr(processes, "job_messages", later)
     cli(
         f"continual --resume --out {out} --tasks 3 --seeds 3 --data nowhere", code=2, says="nowhere"
     )
@@ -244,8 +250,6 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
     (tmp_path / "full/file").touch()
     with refused("is not empty"):
         many.Queue(continual.DRIVER, tmp_path / "full", None).begin(runs, print)
-    with refused("--seeds 0"):
-        product(continual.DRIVER, None, runs["a"], {}, 0)
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path, images, cli):

@@ -164,30 +164,30 @@ def test_a_full_disk_leaves_everything_before_intact(tmp_path):
         import resource, sys, torch
         from fastlr.experiments.runs.folder import Run
         from fastlr.errors import FastlrError
-        path, where = sys.argv[1:]
-        with Run.create(path, {}) as run:
-            run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
-            state = {"x": torch.zeros(100_000 if where == "checkpoint" else 10)}
-            record = {"kind": "task", "task": 1, "text": ""}
-            if where != "checkpoint":
-                record["text"] = "a" * 100_000
-            # the checkpoint holds the record too: shorten what it gets, so that the records are hit
-            if where == "records":
-                run.write_checkpoint = lambda name, content: None
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
-            try:
-                run.commit(record, state)
-            except FastlrError as error:
-                print(error)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for where in ("checkpoint", "records"):
+            with Run.create(f"{sys.argv[1]}/{where}", {}) as run:
+                run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
+                state = {"x": torch.zeros(100_000 if where == "checkpoint" else 10)}
+                record = {"kind": "task", "task": 1, "text": ""}
+                if where != "checkpoint":
+                    record["text"] = "a" * 100_000
+                # the checkpoint holds the record too: shorten what it gets, so that the records are
+                # hit
+                if where == "records":
+                    run.write_checkpoint = lambda name, content: None
+                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+                try:
+                    run.commit(record, state)
+                except FastlrError as error:
+                    print(error)
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
     """
+    out, err = script(fill, tmp_path).communicate(timeout=100)
+    told = "File too large; what was written before is intact: make room, then go on with --resume"
+    assert out.count(told) == 2, err
     for where in ("checkpoint", "records"):
         path = tmp_path / where
-        out, err = script(fill, path, where).communicate(timeout=100)
-        assert (
-            "File too large; what was written before is intact: make room, then go on with --resume"
-            in out
-        ), err
         assert [p.name for p in (path / "checkpoints").iterdir()] == ["last.pt"]
         with Run.resume(path) as run:
             assert [r["task"] for r in run.records] == [0]

@@ -62,7 +62,6 @@ def test_every_combination_has_a_name_and_its_settings():
         "learning_rate": 0.01,
         "measures": ("srank", "weight_norm"),
     }
-    assert list(sweep.product(DRIVER, "demo", {}, {}, 2)) == ["seed-0", "seed-1"]
     with refused("--seeds 0"):
         sweep.product(DRIVER, "demo", {}, grids, 0)
 

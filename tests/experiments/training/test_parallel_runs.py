@@ -92,7 +92,6 @@ def training(path):
     [
         param(2, "usual", False, "every-part", marks=mark.long),
         param(2, "usual", False, "first-part", marks=mark.long),
-        param(3, "usual", False, "every-part", marks=mark.long),
         param(4, "usual", False, "every-part", marks=mark.long),
         (3, "usual", True, "first-part"),
         (2, "twice", False, "every-part"),
