@@ -64,7 +64,7 @@ def made_for(device: int) -> dict[str, str] | None:
     try:
         key = _described(device)
         return None if sources_changed() or key["environment"] != _environment() else key
-    except Exception:  # Triton's own functions differ by version, files may be gone: nothing is kept
+    except Exception:  # Triton's own functions differ by version, and files may be gone
         return None
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -125,6 +126,28 @@ def test_an_estimate_is_the_same_and_its_engine_untouched(h100):
     ((count, target),) = h100
     assert target == H100
     assert count > 8
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Images with noise of torch's own generator, as augmented ones have."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), index / 8) + torch.randn(3, 8, 8)
+
+
+def test_inputs_that_draw_draw_the_same_whether_kernels_were_compiled(h100):
+    values = []
+    for measure in (fastlr.LocalRedundancy.measure, measured, measured):
+        torch.manual_seed(2)
+        one = fastlr.LocalRedundancy(
+            net(), fastlr.TensorInputs(Drawn()), 8, batch_size=4, progress=False
+        )
+        values.append(measure(one).value)
+    assert len(h100) == 1
+    assert values[1:] == values[:1] * 2
 
 
 def test_a_machine_compiles_once_for_a_model_and_a_size(h100, tmp_path):
@@ -267,6 +290,29 @@ def test_processes_compile_all_that_an_estimate_launches(cache, monkeypatch):
     assert files_of(cache) == before
     broken = Launch("fastlr.kernels.row_norms", "row_norms_kernel", (1, 2), {})
     assert not compile_ahead.compile_side_by_side([broken], H100)
+
+
+UNKNOWN = Launch("fastlr.kernels.row_norms", "no_kernel", (), {})
+
+
+def test_processes_run_nothing_of_the_folder_they_are_started_in(monkeypatch, tmp_path):
+    (tmp_path / "pickle.py").write_text("open('seen', 'w')\nfrom _pickle import *\n")
+    monkeypatch.chdir(tmp_path)
+    assert not compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    assert not (tmp_path / "seen").exists()
+
+
+def test_what_is_started_starts_no_more(monkeypatch, tmp_path):
+    """Where Python is part of another program, that program starts, or none."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nprintf "$FASTLR_CACHE" >> {tmp_path}/started\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("FASTLR_CACHE", str(tmp_path))
+    compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    assert (tmp_path / "started").read_text() == "0"
 
 
 def test_cores_are_shared_among_the_ranks_of_a_machine(monkeypatch):
