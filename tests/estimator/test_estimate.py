@@ -592,7 +592,7 @@ def test_a_sigmoid_head_is_told_where_logits_are_taken(head, options):
         estimate(collapsed(model[0]), inputs, **{"n": 64} | options)  # logits, but small
 
 
-class Writer(nn.Module):
+class WritesToInputs(nn.Module):
     """It writes to its inputs, and ends in a sigmoid that the graph does not name."""
 
     def __init__(self):
@@ -617,7 +617,7 @@ class Views:
 def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(batch_size):
     """Also in the passes that choose the chunk and look for a sigmoid."""
     torch.manual_seed(0)
-    model, inputs = Writer(), Views()
+    model, inputs = WritesToInputs(), Views()
     before = inputs.x.clone()
     with warned("sigmoid"):
         estimate(model, inputs, n=64, batch_size=batch_size)
