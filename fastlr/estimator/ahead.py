@@ -9,7 +9,6 @@ that it was done.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.process_state import quiet_rng
+from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.runtime import late_line
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch
@@ -97,9 +96,7 @@ class Ahead:
             self._own.engine = Engine(passes.view)
         launches, note = compile_ahead.noted()
         try:
-            # Not `warnings_ignored`, which threads of the backward pass may wait for meanwhile.
-            with warnings.catch_warnings(), ops.noting_launches(note):
-                warnings.simplefilter("ignore")
+            with warnings_ignored(), ops.noting_launches(note):
                 self._own.norms(start, stop)
         finally:
             if self._own.view.device.type == "cuda":

@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 import threading
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ from bench import launched_kernels
 from fastlr import ops
 from fastlr.estimator import ahead
 from fastlr.estimator.ahead import Ahead
+from fastlr.estimator.passes import Passes
 from fastlr.ghost import runtime
+from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch, Memory
 
@@ -128,7 +131,7 @@ def test_an_estimate_is_the_same_and_its_engine_untouched(h100):
     assert count > 8
 
 
-class Drawn(torch.utils.data.Dataset):
+class Augmented(torch.utils.data.Dataset):
     """Images with noise of torch's own generator, as augmented ones have."""
 
     def __len__(self):
@@ -143,7 +146,7 @@ def test_inputs_that_draw_draw_the_same_whether_kernels_were_compiled(h100):
     for measure in (fastlr.LocalRedundancy.measure, measured, measured):
         torch.manual_seed(2)
         one = fastlr.LocalRedundancy(
-            net(), fastlr.TensorInputs(Drawn()), 8, batch_size=4, progress=False
+            net(), fastlr.TensorInputs(Augmented()), 8, batch_size=4, progress=False
         )
         values.append(measure(one).value)
     assert len(h100) == 1
@@ -201,6 +204,30 @@ def test_it_is_said_after_two_seconds(h100, monkeypatch, capsys):
     one.chunks.ahead.told = False
     one.chunks.ahead.compile(0, 3)
     assert capsys.readouterr().err == ""
+
+
+def test_warnings_are_heard_again_after_another_threads_backward_pass(h100, monkeypatch):
+    """It has begun to ignore them within the noting pass, and ends later; nor does that wait."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def other():
+        with warnings_ignored():
+            begun.set()
+            may_end.wait(9)
+
+    thread = threading.Thread(target=other)
+
+    def norms(passes, start, stop):
+        thread.start()
+        assert begun.wait(9)
+        raise ValueError("the noting pass ends here")
+
+    before = list(warnings.filters)
+    monkeypatch.setattr(Passes, "norms", norms)
+    estimator().chunks.ahead.compile(0, 4)
+    may_end.set()
+    thread.join()
+    assert warnings.filters == before
 
 
 def test_two_threads_do_not_note_at_once():
