@@ -9,7 +9,6 @@ that it was done.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.engine import Engine
+from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.runtime import late_line
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch
@@ -52,7 +52,8 @@ class Ahead:
         target = self._target()
         if target is None:
             return
-        with suppress(Exception):  # the estimate itself says what is wrong
+        # The estimate itself says what is wrong, and draws what it would have drawn.
+        with suppress(Exception), quiet_rng(self._of_the_estimate.view.device):
             mark = self._mark(stop - start)
             if mark is None or mark.exists():
                 return
@@ -95,8 +96,7 @@ class Ahead:
             self._own.engine = Engine(passes.view)
         launches, note = compile_ahead.noted()
         try:
-            with warnings.catch_warnings(), ops.noting_launches(note):
-                warnings.simplefilter("ignore")
+            with warnings_ignored(), ops.noting_launches(note):
                 self._own.norms(start, stop)
         finally:
             if self._own.view.device.type == "cuda":

@@ -19,6 +19,7 @@ from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
+from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
@@ -120,9 +121,9 @@ class Passes:
         return torch.autocast(device, dtype=dtype, cache_enabled=not ambient)
 
     def forward(self, x: Any) -> Tensor:
-        """Return the model's output, with its graph."""
+        """Return the model's output for copies of the inputs, with its graph."""
         with self.autocast(), refusals(self.view, x):
-            output = self.view.forward(x)
+            output = self.view.forward(copied(x))
         self.ends_in_sigmoid = ends_in_sigmoid(output)
         return output
 

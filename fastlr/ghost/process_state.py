@@ -12,16 +12,17 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
+
+from fastlr.ops.held import SharedContext
 
 _changed = threading.Lock()  # of the two below
 _inside: Counter[int] = Counter()  # thread -> how often it is within `quiet_rng`
 _states: dict[torch.device, Tensor] = {}  # generator -> its state before the first thread came
 _seeded = threading.RLock()  # held while one draws from a generator that it has seeded
-_filters = threading.RLock()  # held while those of warnings are others
 _CPU = torch.device("cpu")
 
 
@@ -52,15 +53,23 @@ def quiet_rng(device: torch.device) -> Iterator[None]:
                 _put_back(mine)
 
 
-@contextmanager
-def warnings_ignored() -> Iterator[None]:
-    """Ignore warnings, one thread at a time.
+def warnings_ignored() -> AbstractContextManager[None]:
+    """Ignore warnings as long as any thread is within such a context.
 
-    The filters are the process's: two threads that put them back would mix them up.
+    The filters are the process's: two threads that put them back would mix them up. None waits for
+    another, which may wait for it to run a backward pass.
     """
-    with _filters, warnings.catch_warnings():
+    return _filters.held()
+
+
+@contextmanager
+def _ignoring() -> Iterator[None]:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+_filters = SharedContext(_ignoring)
 
 
 @contextmanager
@@ -86,7 +95,7 @@ def _put_back(states: dict[torch.device, Tensor]) -> None:
 def _forked() -> None:
     """In a forked process: of its parent's threads there is but the one that forked."""
     global _changed, _seeded, _filters
-    _changed, _seeded, _filters = threading.Lock(), threading.RLock(), threading.RLock()
+    _changed, _seeded, _filters = threading.Lock(), threading.RLock(), SharedContext(_ignoring)
     for thread in [one for one in _inside if one != threading.get_ident()]:
         del _inside[thread]
     if not _inside:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.errors import InputError
+from fastlr.errors import FastlrWarning, InputError
 from fastlr.inputs.base import Inputs
 from fastlr.ops.philox import STREAMS, normals
 
@@ -17,6 +18,7 @@ from fastlr.ops.philox import STREAMS, normals
 # 2**16 steps of the grid) stays below 2**53 steps: float64 adds it exactly.
 MOST_SAMPLES = 1 << 14
 _BITS = 15
+_SMALLEST = 2.0**-100  # of the largest values: all their steps and sums are float32's
 _AT_ONCE = 1 << 22  # deviations that are widened to float64 at once
 
 
@@ -28,29 +30,36 @@ class GaussianInputs(Inputs):
     channels, and the power spectrum. It lies in the span of the x_j, without being one of them.
 
     A network's dead units are dead on its data and may answer to shapes or noise; on these inputs
-    they are dead, too (docs/interpreting.md, "Inputs like the data"). The x_j need no labels; a
-    few hundred serve. Fit once, keep the object, and measure on it from then on.
+    most of them are dead, too (docs/interpreting.md, "Inputs like the data"). The x_j need no
+    labels; a few hundred serve. Fit once, keep the object, and measure on it from then on.
 
     Args:
         x: some inputs as the network sees them (normalised), ``[n, ...]`` floating point, of any
             shape. They are rounded to a grid of 2**15 steps up to the largest, so that the sums
-            are exact: the same bits on every machine.
+            are exact: the same bits on every machine. A warning says where that changes how much
+            they vary, as others are far larger.
 
     Batches are ``[b, ...]``, made on the CPU.
 
     Raises:
-        InputError: x is no floating-point tensor of 2 to 16,384 finite samples, or all are alike.
+        InputError: x is no floating-point tensor of 2 to 16,384 finite samples, or all are alike
+            on the grid, or the largest value is not between 2**-100 and 2**100.
 
     >>> fastlr.GaussianInputs(torch.randn(200, 3, 8, 8)).batch(0, 4, seed=1).shape
     torch.Size([4, 3, 8, 8])
     """
 
     def __init__(self, x: Tensor) -> None:
-        rounded = _to_grid(_checked(x))
+        given = _checked(x)
+        rounded = _to_grid(given)
         self.mean = _to_grid(rounded.mean(0), of=rounded)
         self.deviations = (rounded - self.mean).float()
         if not self.deviations.any():
-            raise InputError("all samples of x are alike: nothing varies that could be fitted")
+            raise InputError(
+                "all samples of x are alike, to 2**-15 of the largest value: nothing varies that "
+                "could be fitted"
+            )
+        _warn_of_lost_variance(given, rounded)
 
     def __repr__(self) -> str:
         return f"GaussianInputs(fitted on float32{list(self.deviations.shape)})"
@@ -110,9 +119,27 @@ def _checked(x: Tensor) -> Tensor:
             f"x must have 2 to {MOST_SAMPLES:,} samples with values, got {list(x.shape)}: a few "
             "hundred serve"
         )
+    x = x.detach().to("cpu", torch.float64)
     if not x.isfinite().all():
         raise InputError("x has values that are not finite: leave those samples out")
-    return x.detach().to("cpu", torch.float64)
+    largest = float(x.abs().max())
+    if largest and not _SMALLEST < largest < 1 / _SMALLEST:
+        raise InputError(f"x has values up to {largest:.2g}, beyond float32's sums: normalise them")
+    return x
+
+
+def _warn_of_lost_variance(given: Tensor, rounded: Tensor) -> None:
+    """Warn of values of a sample whose variance the grid changes by more than a tenth."""
+    before, after = given.var(0), rounded.var(0)
+    lost = int(((after - before).abs() > 0.1 * before).sum())
+    if lost:
+        warnings.warn(
+            f"{lost} of {before.numel()} values of a sample vary too little beside the largest, "
+            f"{float(given.abs().max()):.2g}: rounded to 2**-15 of it, their variance is another. "
+            "Normalise x, as the network sees it",
+            FastlrWarning,
+            stacklevel=3,
+        )
 
 
 def _to_grid(values: Tensor, of: Tensor | None = None) -> Tensor:

@@ -25,7 +25,8 @@ from torch import Tensor
 MOST_PROCESSES = 16
 # The same packages as here, wherever they were found, and none of the folder that it is run in.
 _STARTED = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "import pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from fastlr.ops.compile_ahead import main; main()"
 )
 
@@ -100,11 +101,15 @@ def processes() -> int:
 def compile_side_by_side(launches: list[Launch], target: Architecture) -> bool:
     """Compile the variants of kernels that these launches need, into Triton's cache on disk.
 
-    Returns True if all of them were compiled.
+    Returns True if all of them were compiled. In a program packed with its Python none are: there
+    is no interpreter to start, and what would start is the program itself.
     """
+    if getattr(sys, "frozen", False):
+        return False
     count = min(processes(), len(launches))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
+    environment["FASTLR_CACHE"] = "0"  # whatever starts compiles nothing ahead itself
     command = [sys.executable, "-c", _STARTED]
     started = []
     for first in range(count):

@@ -27,59 +27,75 @@ import torch
 
 _IMPORTED = time.time()  # fastlr's files may be newer than what is loaded of them if changed later
 DRIVER = Path("/proc/driver/nvidia/version")
-# Of the environment, beside what Triton itself says: what its compiler, ptxas and LLVM read.
-_COMPILERS = ("TRITON_", "PTXAS_", "NVPTX_", "LLVM_", "DISABLE_", "CUDA_FORCE_", "CUDA_DISABLE_")
+# Of the environment, beside what Triton itself says: what its compiler, ptxas and LLVM read, and
+# what products of plain torch are made with whatever it is told.
+_COMPILERS = (
+    *("TRITON_", "PTXAS_", "NVPTX_", "LLVM_", "DISABLE_", "CUDA_FORCE_", "CUDA_DISABLE_"),
+    "NVIDIA_TF32_",
+)
+_OVERRIDE = "TRITON_KERNEL_OVERRIDE"  # code from files, which nothing here looks at
 _PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")  # of files, which change nothing
 
 Passed = set[tuple[str, str]]  # op and kind of call
 
 
 def folder() -> Path | None:
-    """Return the folder of what fastlr keeps of this machine; None where it is to keep nothing."""
+    """Return the folder of what fastlr keeps of this machine; None where it is to keep nothing.
+
+    Nor is there one where the user has no folder: in a container of nobody's, say.
+    """
     named = os.environ.get("FASTLR_CACHE")
     if named == "0":
         return None
     if named:
         return Path(named)
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches, "fastlr")
+    places = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    return next((Path(place, "fastlr") for place in places if os.path.isabs(place)), None)
 
 
 def made_for(device: int) -> dict[str, str] | None:
     """Return all that a comparison on a GPU depends on but the call itself.
 
-    None on a CPU, and where any of it cannot be told.
+    None on a CPU, and where any of it cannot be told: with another environment than the first time,
+    too, as kernels may have been compiled with either.
     """
-    if device < 0 or sources_changed():
+    if device < 0 or _OVERRIDE in os.environ:
         return None
     try:
-        return _described(device)
-    except Exception:  # Triton's own functions differ by version: then nothing is kept
+        key = _described(device)
+        return None if sources_changed() or key["environment"] != _environment() else key
+    except Exception:  # Triton's own functions differ by version, and files may be gone
         return None
 
 
 @cache
 def _described(device: int) -> dict[str, str]:
-    from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
     gpu: Any = torch.cuda.get_device_properties(device)
     ptxas = make_backend(GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)).hash()
+    return {
+        "fastlr": _digest_of_sources(),
+        "triton": _digest(_triton()),
+        "ptxas": ptxas,
+        "environment": _environment(),
+        "torch": f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda}",
+        "driver": DRIVER.read_text(),
+        "GPU": f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count} {gpu.total_memory}",
+    }
+
+
+def _environment() -> str:
+    """Return the variables that change what is compiled, and what it is compared with."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
     compilers = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_COMPILERS) and name not in _PLACES
     }
-    return {
-        "fastlr": _digest_of_sources(),
-        "triton": _digest(_triton()),
-        "ptxas": ptxas,
-        "environment": repr(sorted((compilers | get_cache_invalidating_env_vars()).items())),
-        "torch": f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda}",
-        "driver": DRIVER.read_text(),
-        "GPU": f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count} {gpu.total_memory}",
-    }
+    return repr(sorted((compilers | get_cache_invalidating_env_vars()).items()))
 
 
 def _triton() -> str:
@@ -93,14 +109,21 @@ def _triton() -> str:
 
 @cache
 def _sources() -> list[Path]:
-    """The files that kernels, their launches, plain torch's twins and comparisons are made of."""
+    """The files that kernels, their launches, plain torch's twins and comparisons are made of.
+
+    Raises:
+        FileNotFoundError: there are none, as in a zip file.
+    """
     folders = [
         folder
         for package in ("fastlr.kernels", "fastlr.ops")
         for folder in import_module(package).__path__
     ]
     files = [path for folder in folders for path in Path(folder).rglob("*")]
-    return sorted(path for path in files if path.suffix in (".py", ".json"))
+    sources = sorted(path for path in files if path.suffix in (".py", ".json"))
+    if not sources:
+        raise FileNotFoundError("fastlr's sources are no files")
+    return sources
 
 
 def sources_changed() -> bool:
@@ -150,9 +173,29 @@ class KeptComparisons:
         path = _file(key)
         if key is None or path is None:
             return
-        # With what others have written since; what two write at once is compared once more.
-        self._read[path] = changed(read(path, key))
-        write(path, key, self._read[path])
+        self._read[path] = set()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(path.parent):
+                # With what others have written since.
+                self._read[path] = changed(read(path, key))
+                write(path, key, self._read[path])
+        except OSError:  # what cannot be written is not there
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Let no other process or thread change the files of a folder meanwhile.
+
+    Else what one forgets another, who has read it before, writes once more.
+    """
+    import fcntl  # not everywhere, as GPUs are not
+
+    with open(place / "lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _file(key: dict[str, str] | None) -> Path | None:
@@ -176,16 +219,11 @@ def read(path: Path, key: dict[str, str]) -> Passed:
 
 
 def write(path: Path, key: dict[str, str], passed: Passed) -> None:
-    """Write a file whole or not at all; where it cannot be written, none is there."""
+    """Write a file whole or not at all."""
     listed = sorted(map(list, passed))
     content = {"made_for": key, "passed": listed, "digest": _digest(json.dumps(listed))}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial_file(path) as file:
-            json.dump(content, file, indent=0)
-    except OSError:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+    with partial_file(path) as file:
+        json.dump(content, file, indent=0)
 
 
 @contextmanager
@@ -205,6 +243,6 @@ def summary() -> str:
     """Say how many comparisons are kept, and where."""
     place = folder()
     if place is None:
-        return "none: FASTLR_CACHE=0"
+        return "none: FASTLR_CACHE=0, or the user has no folder"
     files = sorted(place.glob("comparisons-*.json")) if place.is_dir() else []
     return f"{len(files)} machines or versions in {place}" if files else f"none yet in {place}"

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import sys
 import threading
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,7 +19,9 @@ from bench import launched_kernels
 from fastlr import ops
 from fastlr.estimator import ahead
 from fastlr.estimator.ahead import Ahead
+from fastlr.estimator.passes import Passes
 from fastlr.ghost import runtime
+from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch, Memory
 
@@ -127,6 +131,28 @@ def test_an_estimate_is_the_same_and_its_engine_untouched(h100):
     assert count > 8
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Images with noise of torch's own generator, as augmented ones have."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((3, 8, 8), index / 8) + torch.randn(3, 8, 8)
+
+
+def test_inputs_that_draw_draw_the_same_whether_kernels_were_compiled(h100):
+    values = []
+    for measure in (fastlr.LocalRedundancy.measure, measured, measured):
+        torch.manual_seed(2)
+        one = fastlr.LocalRedundancy(
+            net(), fastlr.TensorInputs(Augmented()), 8, batch_size=4, progress=False
+        )
+        values.append(measure(one).value)
+    assert len(h100) == 1
+    assert values[1:] == values[:1] * 2
+
+
 def test_a_machine_compiles_once_for_a_model_and_a_size(h100, tmp_path):
     measured(estimator())
     measured(estimator())
@@ -178,6 +204,30 @@ def test_it_is_said_after_two_seconds(h100, monkeypatch, capsys):
     one.chunks.ahead.told = False
     one.chunks.ahead.compile(0, 3)
     assert capsys.readouterr().err == ""
+
+
+def test_warnings_are_heard_again_after_another_threads_backward_pass(h100, monkeypatch):
+    """It has begun to ignore them within the noting pass, and ends later; nor does that wait."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def other():
+        with warnings_ignored():
+            begun.set()
+            may_end.wait(9)
+
+    thread = threading.Thread(target=other)
+
+    def norms(passes, start, stop):
+        thread.start()
+        assert begun.wait(9)
+        raise ValueError("the noting pass ends here")
+
+    before = list(warnings.filters)
+    monkeypatch.setattr(Passes, "norms", norms)
+    estimator().chunks.ahead.compile(0, 4)
+    may_end.set()
+    thread.join()
+    assert warnings.filters == before
 
 
 def test_two_threads_do_not_note_at_once():
@@ -267,6 +317,29 @@ def test_processes_compile_all_that_an_estimate_launches(cache, monkeypatch):
     assert files_of(cache) == before
     broken = Launch("fastlr.kernels.row_norms", "row_norms_kernel", (1, 2), {})
     assert not compile_ahead.compile_side_by_side([broken], H100)
+
+
+UNKNOWN = Launch("fastlr.kernels.row_norms", "no_kernel", (), {})
+
+
+def test_processes_run_nothing_of_the_folder_they_are_started_in(monkeypatch, tmp_path):
+    (tmp_path / "pickle.py").write_text("open('seen', 'w')\nfrom _pickle import *\n")
+    monkeypatch.chdir(tmp_path)
+    assert not compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    assert not (tmp_path / "seen").exists()
+
+
+def test_what_is_started_starts_no_more(monkeypatch, tmp_path):
+    """Where Python is part of another program, that program starts, or none."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nprintf "$FASTLR_CACHE" >> {tmp_path}/started\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("FASTLR_CACHE", str(tmp_path))
+    compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    compile_ahead.compile_side_by_side([UNKNOWN], H100)
+    assert (tmp_path / "started").read_text() == "0"
 
 
 def test_cores_are_shared_among_the_ranks_of_a_machine(monkeypatch):

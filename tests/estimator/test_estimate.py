@@ -592,6 +592,38 @@ def test_a_sigmoid_head_is_told_where_logits_are_taken(head, options):
         estimate(collapsed(model[0]), inputs, **{"n": 64} | options)  # logits, but small
 
 
+class WritesToInputs(nn.Module):
+    """It writes to its inputs, and ends in a sigmoid that the graph does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return 1 / (1 + (-self.layer(x.mul_(2))).exp())
+
+
+class Views:
+    """Inputs that hand out a user's own tensor."""
+
+    def __init__(self):
+        self.x = torch.rand(64, 6)
+
+    def batch(self, start, stop, **_):
+        return self.x[start:stop]
+
+
+@mark.parametrize("batch_size", [None, 32])
+def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(batch_size):
+    """Also in the passes that choose the chunk and look for a sigmoid."""
+    torch.manual_seed(0)
+    model, inputs = WritesToInputs(), Views()
+    before = inputs.x.clone()
+    with warned("sigmoid"):
+        estimate(model, inputs, n=64, batch_size=batch_size)
+    assert_close(inputs.x, before, rtol=0, atol=0)
+
+
 def test_moments():
     values = torch.randn(1000, generator=seeded(0), dtype=torch.float64) + 1e6
     moments = Moments()

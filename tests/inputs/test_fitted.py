@@ -1,8 +1,9 @@
 """Gaussian inputs like the data's: their mean and covariance, exact sums, and errors."""
 
 import torch
-from expected import refused
+from expected import refused, warned
 from pytest import mark
+from torch.testing import assert_close
 
 import fastlr
 from fastlr.inputs import GaussianInputs, fitted
@@ -54,6 +55,19 @@ def test_rounding_is_relative_to_the_largest_value(scale):
     assert (back - x).abs().max() <= x.abs().max() * 2**-15
 
 
+def test_values_that_the_grid_drowns_are_told():
+    x = correlated(50, 6)
+    x[:, 0] *= 1e6
+    with warned("5 of 6 values of a sample vary too little"):
+        assert GaussianInputs(x).batch(0, 9)[:, 1:].std() == 0
+
+
+@mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_any_floating_point_values_are_fitted(dtype):
+    x = correlated(50, 6).to(dtype)
+    assert_close(GaussianInputs(x).mean, x.double().mean(0), rtol=0, atol=1e-3)
+
+
 def test_records_and_pairs_tell_what_was_fitted():
     x = correlated(50, 6)
     same, other = GaussianInputs(x.clone()), GaussianInputs(x + torch.eye(6).repeat(50, 1)[:50])
@@ -84,6 +98,11 @@ def test_a_subclass_has_no_identity_of_its_own_accord():
         (torch.zeros(4, 0), "with values"),
         (torch.tensor([[0.0], [float("nan")]]), "not finite"),
         (torch.ones(4, 3), "alike"),
+        (torch.zeros(4, 3), "alike"),
+        (1e6 + torch.rand(4, 3), "alike"),
+        (torch.rand(4, 3).double() * 1e300, r"up to \d.*e\+.*normalise"),
+        (torch.rand(4, 3) * 3e38, "normalise"),
+        (torch.rand(4, 3).double() * 1e-300, "normalise"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(x, words):

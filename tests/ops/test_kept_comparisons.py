@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from pytest import fixture, mark
 from fastlr.ops import dispatch, kept_comparisons, kernel_checks
 from fastlr.ops.kernel_calls import draw
 
+changed_as_it_is = kept_comparisons.sources_changed
 KEY = {"fastlr": "a digest", "triton": "3.6.0", "GPU": "H100 9.0"}
 
 
@@ -45,7 +47,7 @@ def key(monkeypatch, tmp_path):
 
 
 def files(tmp_path):
-    return sorted((tmp_path / "kept").glob("*"))
+    return sorted(path for path in (tmp_path / "kept").glob("*") if path.name != "lock")
 
 
 def test_what_was_passed_is_not_compared_again(key):
@@ -150,6 +152,24 @@ def test_what_others_have_written_meanwhile_stays(key):
     assert not later.compared
 
 
+def test_what_fails_is_forgotten_while_another_enters(key):
+    """The one that has read what was passed writes it after the one that has dropped it."""
+    kept = kept_comparisons.KeptComparisons()
+    kept.enter(0, "sums", "wrong now")
+    other = threading.Thread(target=kept_comparisons.KeptComparisons().forget, args=(0, "sums"))
+
+    def slowly(passed):
+        other.start()
+        other.join(0.3)  # it waits, or forgets now
+        return passed | {("norms", "a")}
+
+    kept._change(0, slowly)
+    other.join()
+    later = kept_comparisons.KeptComparisons()
+    assert later.passed(0, "norms", "a")
+    assert not later.passed(0, "sums", "wrong now")
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(key, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTLR_CACHE", str(tmp_path / "file" / "kept"))
@@ -177,7 +197,7 @@ def test_nothing_is_kept_where_it_is_switched_off(key, monkeypatch, tmp_path):
     assert later.agrees()
     assert later.compared
     assert len(files(tmp_path)) == 1
-    assert kept_comparisons.summary() == "none: FASTLR_CACHE=0"
+    assert kept_comparisons.summary().startswith("none: FASTLR_CACHE=0")
 
 
 def test_the_folder_is_that_of_the_users_caches(monkeypatch, tmp_path):
@@ -188,6 +208,15 @@ def test_the_folder_is_that_of_the_users_caches(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kept_comparisons.folder() == tmp_path / ".cache" / "fastlr"
+
+
+def test_without_a_folder_of_the_users_nothing_is_kept(monkeypatch):
+    """In a container of a user without HOME, or with a relative one, none is made where it runs."""
+    monkeypatch.delenv("FASTLR_CACHE")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert kept_comparisons.folder() is None
 
 
 def test_on_a_cpu_nothing_is_kept(monkeypatch, tmp_path):
@@ -220,7 +249,9 @@ def gpu(monkeypatch, tmp_path):
     kept_comparisons.DRIVER.write_text("NVRM version: 580.65")
     monkeypatch.setattr(kept_comparisons, "sources_changed", lambda: False)
     kept_comparisons._described.cache_clear()
+    kept_comparisons._sources.cache_clear()
     yield gpu
+    kept_comparisons._sources.cache_clear()
     kept_comparisons._described.cache_clear()
 
 
@@ -246,6 +277,36 @@ def test_the_key_tells_every_part(gpu, monkeypatch, tmp_path):
     assert "TRITON_CACHE_DIR" not in told()["environment"]
     kept_comparisons.DRIVER.unlink()
     assert told() is None, "a driver that cannot be told"
+
+
+@needs_triton
+@mark.parametrize("name", ["TRITON_F32_DEFAULT", "NVIDIA_TF32_OVERRIDE", "TRITON_KERNEL_OVERRIDE"])
+def test_nothing_is_kept_once_the_environment_is_another(gpu, monkeypatch, name):
+    """Kernels may have been compiled, and comparisons made, with either."""
+    before = kept_comparisons.made_for(0)
+    assert before is not None
+    monkeypatch.setenv(name, "1")
+    assert kept_comparisons.made_for(0) is None
+    monkeypatch.delenv(name)
+    assert kept_comparisons.made_for(0) == before
+
+
+@needs_triton
+def test_code_from_files_that_nobody_looks_at_is_never_known(gpu, monkeypatch):
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
+    assert kept_comparisons.made_for(0) is None
+
+
+@needs_triton
+@mark.parametrize("lost", [[], ["gone.py"]])
+def test_nothing_is_kept_where_sources_are_missing(gpu, monkeypatch, tmp_path, lost):
+    """As in a zip file, after an uninstall, or beside the dangling links of an editor."""
+    package = SimpleNamespace(__path__=[tmp_path])
+    for name in lost:
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(kept_comparisons, "import_module", lambda _: package)
+    monkeypatch.setattr(kept_comparisons, "sources_changed", changed_as_it_is)
+    assert kept_comparisons.made_for(0) is None
 
 
 @needs_triton
