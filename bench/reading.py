@@ -70,7 +70,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 298_100,
+        "tokens": 298_300,
     },
 }
 
