@@ -577,7 +577,7 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | 
         return None
     if narrow:
         return PointwiseTile(across, 16, 16, 4 if across <= 64 else 8, 1)
-    return PointwiseTile(across, 64 if across <= 64 else 32, 32, 4, 2)
+    return PointwiseTile(across, 64 if across <= 64 else 32, 32, 4 if across <= 128 else 8, 2)
 
 
 def splits_of(
