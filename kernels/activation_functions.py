@@ -28,13 +28,12 @@ def _tanh_as_sigmoid(x):
 def act_forward(x, ACT: tl.constexpr):
     """The activation of fp32 values."""
     if ACT == "relu":
-        return tl.where(x < 0.0, 0.0, x)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "relu6":
-        return tl.where(x < 0.0, 0.0, tl.where(x > 6.0, 6.0, x))
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(positive, 6.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == "hardswish":
-        gate = x + 3.0
-        gate = tl.where(gate < 0.0, 0.0, tl.where(gate > 6.0, 6.0, gate))
-        return x * gate / 6.0
+        return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     elif ACT == "silu":
         return x * tl.sigmoid(x)
     elif ACT == "gelu":
@@ -63,14 +62,16 @@ def act_gradient(g, kept, ACT: tl.constexpr):
     """
     if ACT == "none":
         return g
+    kept = kept.to(tl.float32)
+    if ACT == "relu":
+        return tl.where(kept > 0.0, g, 0.0)
+    elif ACT == "relu6":
+        return tl.where((kept > 0.0) & (kept < 6.0), g, 0.0)
+    elif ACT == "hardswish":
+        passed = tl.where(kept <= -3.0, 0.0, g)
+        return passed * tl.where(kept < 3.0, kept * (1.0 / 3.0) + 0.5, 1.0)
     else:
-        slope = act_derivative(kept.to(tl.float32), ACT)
-        if (
-            ACT == "relu" or ACT == "relu6"
-        ) or ACT == "hardswish":  # Triton 3.3 knows no longer chains
-            return tl.where(slope == 0.0, 0.0, g * slope)
-        else:
-            return g * slope
+        return g * act_derivative(kept, ACT)
 
 
 @triton.jit

@@ -567,7 +567,8 @@ def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> i
     """
     if few and tile.outputs < 64:
         return {16: 128, 32: 192}.get(tile.positions)
-    return 255 if few or not plain or (more and tile.outputs == 128) else None
+    wide = tile.outputs == 128 and (more or tile.inputs == 16)
+    return 255 if few or not plain or wide else None
 
 
 def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | None:
@@ -576,7 +577,8 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | 
     if across > (FEW // 2 if narrow else FEW):
         return None
     if narrow:
-        return PointwiseTile(across, 16, 16, 4 if across <= 64 else 8, 1)
+        few_warps = across <= (64 if dtype == torch.float32 else 32)
+        return PointwiseTile(across, 16, 16, 4 if few_warps else 8, 1)
     return PointwiseTile(across, 64 if across <= 64 else 32, 32, 4 if across <= 128 else 8, 2)
 
 
