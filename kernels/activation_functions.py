@@ -68,8 +68,7 @@ def act_gradient(g, kept, ACT: tl.constexpr):
     elif ACT == "relu6":
         return tl.where((kept > 0.0) & (kept < 6.0), g, 0.0)
     elif ACT == "hardswish":
-        passed = tl.where(kept <= -3.0, 0.0, g)
-        return passed * tl.where(kept < 3.0, kept * (1.0 / 3.0) + 0.5, 1.0)
+        return tl.where(kept <= -3.0, 0.0, g * act_derivative(kept, ACT))
     else:
         return g * act_derivative(kept, ACT)
 

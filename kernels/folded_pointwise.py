@@ -541,7 +541,7 @@ def backward_tile(
         return None
     small = across <= 64 and along <= 32 and across * along >= 512
     if cheap and small and (last or not gated):
-        return PointwiseTile(64, across, along, 4, 1)
+        return PointwiseTile(64, across, along, 8 if act == "hardswish" else 4, 1)
     light = across * along <= 1024 and not gated
     high = light or (across == 128 and act in KEEPS_OUTPUT and last and not more)
     return PointwiseTile(64 if high else 32, across, along, 8, 1)
@@ -566,7 +566,9 @@ def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> i
     It would spill for occupancy's sake.
     """
     if few and tile.outputs < 64:
-        return {16: 128, 32: 192}.get(tile.positions)
+        if tile.positions == 64:
+            return 255 if tile.num_warps == 8 else None
+        return {16: 128, 32: 192, 256: 224}.get(tile.positions)
     wide = tile.outputs == 128 and (more or tile.inputs == 16)
     return 255 if few or not plain or wide else None
 
