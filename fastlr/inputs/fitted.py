@@ -45,7 +45,7 @@ class GaussianInputs(Inputs):
         InputError: x is no floating-point tensor of 2 to 16,384 finite samples, or all are alike
             on the grid, or the largest value is not between 2**-100 and 2**100.
 
-    >>> fastlr.GaussianInputs(torch.randn(200, 3, 8, 8)).batch(0, 4, seed=1).shape
+    >>> GaussianInputs(torch.randn(200, 3, 8, 8)).batch(0, 4, seed=1).shape
     torch.Size([4, 3, 8, 8])
     """
 
