@@ -581,7 +581,8 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | 
     if narrow:
         few_warps = across <= (64 if dtype == torch.float32 else 32)
         return PointwiseTile(across, 16, 16, 4 if few_warps else 8, 1)
-    return PointwiseTile(across, 64 if across <= 64 else 32, 32, 4 if across <= 128 else 8, 2)
+    outputs = 64 if across <= 64 else 32
+    return PointwiseTile(across, outputs, 32, 4 if across <= 128 else 8, 2)
 
 
 def splits_of(
