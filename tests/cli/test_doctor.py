@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # packages import it: before a GPU is feigned, where that fails half-way
 from rich.console import Console
 
 from bench import kernel_cases
