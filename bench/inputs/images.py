@@ -13,26 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.errors import InputError
 from fastlr.inputs import ShapeImages
 from fastlr.inputs.base import Inputs
+from fastlr.inputs.fitted import checked
 from fastlr.ops.philox import indices, normals, random_words
 
 FIELD, LEAVES = 1002, 1003  # streams of random words that fastlr uses for nothing
 LEAVES_AT_ONCE = 64
 MOST_LEAVES = 4096
-
-
-def check_images(x: Tensor) -> Tensor:
-    """Return images in float64 on the CPU; raise InputError unless they are two or more, finite."""
-    if x.ndim != 4 or len(x) < 2 or not x.is_floating_point():
-        raise InputError(
-            "fit takes two or more images as the network sees them, [n, C, H, W] floating point, "
-            f"got {x.dtype} {list(x.shape)}"
-        )
-    if not x.isfinite().all():
-        raise InputError("fit: some values of the images are not finite")
-    return x.detach().to("cpu", torch.float64)
 
 
 def digest(*tensors: Tensor) -> str:
@@ -85,7 +73,7 @@ class SpectrumImages(FieldImages):
     @classmethod
     def fit(cls, x: Tensor) -> SpectrumImages:
         """Fit some hundred images, as the network sees them, ``[n, C, H, W]``."""
-        images = check_images(x)
+        images = checked(x)
         mean = images.mean((0, 2, 3))
         spectra = torch.fft.fft2(images - mean[:, None, None], norm="ortho")
         powers = torch.einsum("nchw,ndhw->hwcd", spectra, spectra.conj()) / len(images)

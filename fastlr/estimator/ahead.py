@@ -8,7 +8,6 @@ that it was done.
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,7 +85,7 @@ class Ahead:
         tensors = list(passes.engine.view.module.parameters()) + tree_leaves(passes.inputs(0, 1))
         layouts = [(t.dtype, t.shape, t.stride()) for t in tensors if isinstance(t, Tensor)]
         told = repr((key, layouts, passes.options.dtype, passes.options.probe, size))
-        return folder / f"compiled-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+        return folder / f"compiled-{kept_comparisons.digest(told)[:32]}"
 
     def _launches(self, start: int, stop: int) -> list[Launch]:
         """Return what a chunk of these inputs launches, one for each compiled variant."""

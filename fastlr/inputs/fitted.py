@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.inputs.base import Inputs
+from fastlr.inputs.user import TensorInputs
 from fastlr.ops.philox import STREAMS, normals
 
 # A sum of so many products of a normal draw (below 2**23 steps of 2**-20) and a deviation (at most
@@ -50,16 +50,27 @@ class GaussianInputs(Inputs):
     """
 
     def __init__(self, x: Tensor) -> None:
-        given = _checked(x)
+        given = checked(x)
         rounded = _to_grid(given)
-        self.mean = _to_grid(rounded.mean(0), of=rounded)
-        self.deviations = (rounded - self.mean).float()
-        if not self.deviations.any():
+        mean = _to_grid(rounded.mean(0), of=rounded)
+        deviations = (rounded - mean).float()
+        if not deviations.any():
             raise InputError(
                 "all samples of x are alike, to 2**-15 of the largest value: nothing varies that "
                 "could be fitted"
             )
         _warn_of_lost_variance(given, rounded)
+        self._fitted = TensorInputs((mean[None], deviations))
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the fitted inputs, ``[...]`` float64."""
+        return self._fitted.tensors[0][0]
+
+    @property
+    def deviations(self) -> Tensor:
+        """The fitted inputs less their mean, ``[n, ...]`` float32."""
+        return self._fitted.tensors[1]
 
     def __repr__(self) -> str:
         return f"GaussianInputs(fitted on float32{list(self.deviations.shape)})"
@@ -71,20 +82,18 @@ class GaussianInputs(Inputs):
             "inputs": "GaussianInputs",
             "samples": count,
             "shape": shape,
-            "fitted": self._fitted(),
+            "fitted": self._hash(),
         }
 
     def identity(self, used: int, seed: int) -> str:
         """Return the hash of what was fitted, and the seed."""
         if type(self) is not GaussianInputs:
             return ""
-        return f"gaussian:{self._fitted()} {seed}"
+        return f"gaussian:{self._hash()} {seed}"
 
-    def _fitted(self) -> str:
-        total = hashlib.sha256(repr(tuple(self.deviations.shape)).encode())
-        for tensor in (self.mean, self.deviations):
-            total.update(tensor.contiguous().numpy().tobytes())
-        return total.hexdigest()[:32]
+    def _hash(self) -> str:
+        """Return the hash of mean and deviations, which float32 holds as they are."""
+        return self._fitted.identity(len(self.deviations), 0)
 
     def _make(
         self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
@@ -106,7 +115,7 @@ class GaussianInputs(Inputs):
         return samples.to(device, dtype or torch.float32)
 
 
-def _checked(x: Tensor) -> Tensor:
+def checked(x: Tensor) -> Tensor:
     """Return x in float64 on the CPU, or raise InputError unless it can be fitted."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

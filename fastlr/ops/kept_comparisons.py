@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -77,7 +76,7 @@ def _described(device: int) -> dict[str, str]:
     ptxas = make_backend(GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)).hash()
     return {
         "fastlr": _digest_of_sources(),
-        "triton": _digest(_triton()),
+        "triton": digest(_triton()),
         "ptxas": ptxas,
         "environment": _environment(),
         "torch": f"{torch.__version__} {torch.version.git_version} CUDA {torch.version.cuda}",
@@ -132,10 +131,11 @@ def sources_changed() -> bool:
 
 
 def _digest_of_sources() -> str:
-    return _digest("\n".join(f"{path.name} {_digest(path.read_text())}" for path in _sources()))
+    return digest("\n".join(f"{path.name} {digest(path.read_text())}" for path in _sources()))
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return the hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -202,7 +202,7 @@ def _file(key: dict[str, str] | None) -> Path | None:
     place = folder()
     if key is None or place is None:
         return None
-    return place / f"comparisons-{_digest(json.dumps(key))[:16]}.json"
+    return place / f"comparisons-{digest(json.dumps(key))[:16]}.json"
 
 
 def read(path: Path, key: dict[str, str]) -> Passed:
@@ -212,7 +212,7 @@ def read(path: Path, key: dict[str, str]) -> Passed:
             return set()
         content = json.loads(path.read_text(encoding="utf-8"))
         passed = content["passed"]
-        whole = content["made_for"] == key and content["digest"] == _digest(json.dumps(passed))
+        whole = content["made_for"] == key and content["digest"] == digest(json.dumps(passed))
         return {(name, kind) for name, kind in passed} if whole else set()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
@@ -220,23 +220,12 @@ def read(path: Path, key: dict[str, str]) -> Passed:
 
 def write(path: Path, key: dict[str, str], passed: Passed) -> None:
     """Write a file whole or not at all."""
+    from fastlr.files import written_whole  # not everywhere, as GPUs are not
+
     listed = sorted(map(list, passed))
-    content = {"made_for": key, "passed": listed, "digest": _digest(json.dumps(listed))}
-    with partial_file(path) as file:
-        json.dump(content, file, indent=0)
-
-
-@contextmanager
-def partial_file(path: Path) -> Iterator[IO[str]]:
-    """Open a file of another name, which takes the place of ``path`` at the end."""
-    number, name = tempfile.mkstemp(".part", path.name, path.parent)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    content = {"made_for": key, "passed": listed, "digest": digest(json.dumps(listed))}
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(content, indent=0), encoding="utf-8")
 
 
 def summary() -> str:
@@ -244,5 +233,5 @@ def summary() -> str:
     place = folder()
     if place is None:
         return "none: FASTLR_CACHE=0, or the user has no folder"
-    files = sorted(place.glob("comparisons-*.json")) if place.is_dir() else []
+    files = sorted(place.glob(f"comparisons-{16 * '?'}.json")) if place.is_dir() else []
     return f"{len(files)} machines or versions in {place}" if files else f"none yet in {place}"
