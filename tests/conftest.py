@@ -3,7 +3,9 @@
 Few threads keep parallel workers from fighting over cores.
 """
 
+import ctypes
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -57,6 +59,13 @@ def pytest_runtest_setup(item):
     """Begin no test once FASTLR_TEST_SECONDS have passed; ``-rs`` lists those not reached."""
     if time.monotonic() > END:
         pytest.skip(f"not reached in FASTLR_TEST_SECONDS: {item.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """Give back what a long test has freed: glibc would keep some GB of it in every worker."""
+    if item.get_closest_marker("long") and sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @fixture(scope="session")
