@@ -374,7 +374,9 @@ def depthwise_layers() -> Iterator[
 def depthwise() -> Iterator[tuple]:
     """The backward pass: every layer, a few with other activations and for norms alone."""
     for name, dtype, last, align, channels, columns, kernel, how in depthwise_layers():
-        others = [("gelu", True), ("none", False)] if channels in (64, 120, 960) else []
+        others = [("gelu", True)] if channels in (64, 120, 960) else []
+        if channels in (64, 120, 960, 512):
+            others.append(("none", False))  # 512: as ConvNeXt's 7x7
         for act, want in [("hardswish", True), *others]:
             places = triton.cdiv(columns, how.stride[1])
             tile = depthwise_module.backward_tile(

@@ -35,7 +35,7 @@ ENOUGH_WARPS = 8192  # to fill a GPU with
 RUN = 7  # adjacent columns that a thread has at most: sizes of images are often multiples
 ENOUGH_RUN = 4  # what is at the ends of runs, and computed twice, is then little enough
 # Registers of a thread for what it holds from one row to the next, by the channels that it has.
-STATE = {2: 140, 1: 160}
+STATE = {2: 148, 1: 166}
 SECTOR = 16  # channels of 16 bits that memory gives at once
 WARPS = 4  # of a program at most
 
@@ -466,9 +466,9 @@ def backward_tile(
     low, high = reach(kernel, geometry, 0, 1)
 
     def state(run: int) -> int:
-        """Registers for window, taps, weights, inputs and what is added to their gradients."""
+        """Registers for window, next row, taps, weights, inputs and what is added to gradients."""
         left, right = reach(kernel, geometry, 1, run)
-        window = (high - low) * (right - left)
+        window = (high - low + 1) * (right - left)
         inputs = 2 * run * prod(geometry.stride)
         return window + prod(kernel) * (2 if want else 1) + inputs
 
