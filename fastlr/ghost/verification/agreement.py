@@ -96,7 +96,9 @@ def agree(
                 allowed = rounded[part] + 1e-3 * relative * size
         elif noise is not None:  # nobody can tell: the row speaks, too
             allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
-        if bool((gap(a[:, part], b[:, part]) > allowed).any()):
+        difference = gap(a[:, part], b[:, part])
+        needs_an_explanation = difference > relative * size
+        if bool((needs_an_explanation & (difference > allowed)).any()):
             return False
     return True
 
