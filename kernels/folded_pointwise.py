@@ -565,7 +565,7 @@ def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> i
 
     It would spill for occupancy's sake.
     """
-    if few and tile.outputs < 64:
+    if few and tile.outputs < 64 and tile.inputs <= 32:
         if tile.positions == 64:
             return 255 if tile.num_warps == 8 else None
         return {16: 128, 32: 192, 256: 224}.get(tile.positions)
@@ -573,8 +573,13 @@ def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> i
     return 255 if few or not plain or wide else None
 
 
+@tuned("outputs", "inputs", "num_warps")
 def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | None:
-    """Block sizes of the backward kernel that walks the outputs; None for too many positions."""
+    """Block sizes of the backward kernel that walks the outputs; None for too many positions.
+
+    64 inputs would read the gradients half as often, but spill for compute capability 8.0:
+    `bench.tune` may choose them for others.
+    """
     across, narrow = block_size(positions), dtype == torch.float32 or align == 1
     if across > (FEW // 2 if narrow else FEW):
         return None
