@@ -134,9 +134,14 @@ def compile_module(
 ) -> list[dict[str, object]]:
     """Compile every case of ``module`` for every architecture and return the records."""
     from bench.kernel_variants import VARIANTS
+    from fastlr.ops import tuning
 
-    cases = VARIANTS[module]() if module in VARIANTS else ()
-    return [compile_case(case, arch) for case in cases for arch in architectures]
+    of_arch = []
+    for arch in architectures:
+        with tuning.assuming(arch):
+            cases = VARIANTS[module]() if module in VARIANTS else ()
+            of_arch.append([compile_case(case, arch) for case in cases])
+    return [record for of_case in zip(*of_arch, strict=True) for record in of_case]
 
 
 def rows(text: str) -> Iterator[tuple[str, str, int, list[list[int]]]]:

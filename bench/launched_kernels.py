@@ -29,6 +29,7 @@ from fastlr import ops
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.verification.audit import Audits
 from fastlr.kernels.launching import FUSED
+from fastlr.ops import tuning
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -145,12 +146,12 @@ def main() -> None:
         predictive = fastlr.Categorical()
         if dtype != "fp32":
             model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
-    found = launched(model, x, kind, predictive)
-    records = [
-        compile_kernels.compile_case(case, int(arch))
-        for case in found.values()
-        for arch in architectures
-    ]
+    found: dict[str, tuple] = {}
+    records = []
+    for arch in map(int, architectures):
+        with tuning.assuming(arch):
+            found = launched(model, x, kind, predictive)
+        records += [compile_kernels.compile_case(case, arch) for case in found.values()]
     print(json.dumps({"launched": len(found), "records": records}))
 
 

@@ -35,7 +35,7 @@ from bench.cases import calibrate, image_network
 from bench.gpu_model import GAP, GPUS, Gpu, dram_seconds
 from bench.launched_kernels import variant
 from fastlr import ops
-from fastlr.ops import folded
+from fastlr.ops import folded, tuning
 from fastlr.ops.deferred_checks import gathered
 
 FREE = {
@@ -261,11 +261,13 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Print the table of a network."""
     given = _arguments()
-    traffic = of_network(given.network, given.size, given.dtype, given.chunk, given.batch)
     console = Console(highlight=False)
-    console.print(_table(traffic, given.chunk))
-    for name in given.gpu:
+    for number, name in enumerate(given.gpu):
         gpu = GPUS[name]
+        with tuning.assuming(gpu.architecture):
+            traffic = of_network(given.network, given.size, given.dtype, given.chunk, given.batch)
+        if number == 0:
+            console.print(_table(traffic, given.chunk))
         if given.bandwidth:
             gpu = gpu._replace(bandwidth=1e12 * given.bandwidth)
         if given.bytes_only:

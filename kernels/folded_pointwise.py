@@ -24,7 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_forward, act_gradient, activated
-from fastlr.kernels.launching import INT32, covered, launch, merged, multiple, on_device, tuned
+from fastlr.kernels.launching import (
+    INT32,
+    architecture,
+    covered,
+    launch,
+    merged,
+    multiple,
+    on_device,
+    tuned,
+)
 from fastlr.kernels.moments import (
     alignment,
     channels_last,
@@ -563,12 +572,15 @@ def _narrow_backward_tile(
 def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> int | None:
     """Return the backward kernel's registers a thread where ptxas alone would spill, or None.
 
-    It would spill for occupancy's sake.
+    It would spill for occupancy's sake. Or it would take so many that one program is alone on a
+    multiprocessor, and waits: with 128 there are two of 8 warps.
     """
     if few and tile.outputs < 64 and tile.inputs <= 32:
         if tile.positions == 64:
             return 255 if tile.num_warps == 8 else None
-        return {16: 128, 32: 192, 256: 224}.get(tile.positions)
+        if tile.positions == 256 and architecture().startswith("8."):
+            return 224  # its matrix products take more: 128 would spill
+        return {16: 128, 32: 192, 256: 128}.get(tile.positions)
     wide = tile.outputs == 128 and (more or tile.inputs == 16)
     return 255 if few or not plain or wide else None
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlr.ops.tuning import architecture as architecture
 from fastlr.ops.tuning import tuned as tuned
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

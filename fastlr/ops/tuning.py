@@ -26,6 +26,7 @@ Tile = TypeVar("Tile")
 TABLE = Path(__file__).with_name("tuned.json")
 _asked: dict[str, Asked] | None = None
 _forced: dict[str, dict[str, int]] = {}
+_assumed = ""
 
 
 class Asked(NamedTuple):
@@ -57,7 +58,7 @@ def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Argument
         @functools.wraps(rule)
         def chosen(*args: Arguments.args, **how: Arguments.kwargs) -> Tile:
             tile: Any = rule(*args, **how)
-            entries = _forced or table().get(_architecture(), {})
+            entries = _forced or table().get(architecture(), {})
             if tile is None or not entries and _asked is None:
                 return tile
             bound = signature.bind(*args, **how)
@@ -83,13 +84,30 @@ def table() -> dict[str, dict[str, dict[str, int]]]:
     return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
 
 
-def _architecture() -> str:
+def architecture() -> str:
+    """Return the compute capability that block sizes are for, such as "9.0".
+
+    It is what is assumed, or the current device's, or "" without a GPU.
+    """
+    if _assumed:
+        return _assumed
     return _capability(torch.cuda.current_device()) if torch.cuda.is_initialized() else ""
 
 
 @functools.cache
 def _capability(device: int) -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability(device))
+
+
+@contextmanager
+def assuming(arch: int) -> Iterator[None]:
+    """Ask rules for another architecture than this machine's inside: 90 for 9.0."""
+    global _assumed
+    before, _assumed = _assumed, f"{arch // 10}.{arch % 10}"
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 @contextmanager

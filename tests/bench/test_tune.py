@@ -93,7 +93,7 @@ def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
     (key,) = found
     monkeypatch.setattr(tuning, "table", lambda: {"9.0": {key: {"positions": 16}}})
     for architecture, positions in (("8.0", before[0]), ("9.0", 16)):
-        monkeypatch.setattr(tuning, "_architecture", lambda name=architecture: name)
+        monkeypatch.setattr(tuning, "architecture", lambda name=architecture: name)
         assert launched() == (positions, before[1])
     with tuning.forcing(key, {"num_warps": 2}):
         assert launched() == (before[0], 2), "what is tried is tried alone"
@@ -122,6 +122,18 @@ def test_block_sizes_are_those_of_the_device_of_the_tensors(monkeypatch):
     assert launched()[0] == 32
     monkeypatch.setattr(folded, "on_device", on_the_second)
     assert launched()[0] == 16
+
+
+def test_another_architecture_may_be_assumed():
+    from fastlr.kernels.folded_pointwise import few_tile, most_registers
+
+    tile = few_tile(torch.bfloat16, 196, 8)
+    found = {}
+    for arch in (80, 90, 100):
+        with tuning.assuming(arch):
+            found[tuning.architecture()] = most_registers(tile, True, True, False)
+    assert found == {"8.0": 224, "9.0": 128, "10.0": 128}
+    assert tuning.architecture() == ""
 
 
 def test_the_table_has_fields_that_their_kernels_may_have():
