@@ -94,6 +94,7 @@ class Graph:
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     undecided: list[int] = field(default_factory=list)
+    root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def shape(self, node: int, output: int = 0) -> torch.Size:
@@ -256,7 +257,7 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     """
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
-    graph = Graph([], [], [], {}, [])
+    graph = Graph([], [], [], {}, [], root=_root(z))
     stack: list[tuple] = [(z.grad_fn, None)]
     opened = set()
     while stack:
@@ -282,6 +283,18 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             else:
                 graph.parameters[i] = known
     return graph
+
+
+def _root(z: Tensor) -> Any:
+    """Return a node above that of ``z``, which holds it without the memory of ``z``.
+
+    A Python Function's node dies with the tensors and nodes that use its outputs, whoever else
+    holds it.
+    """
+    if not isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction):
+        return z.grad_fn
+    with torch.enable_grad():
+        return z.view_as(z).grad_fn
 
 
 def _kind(node: Any) -> str:
