@@ -40,7 +40,9 @@ from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 
-ALONE = 32  # samples run alone where a batch is looked at that may well interact
+# Samples that a comparison runs alone, too: of any batch, and of one that may well interact.
+SOME_ALONE = 8
+MANY_ALONE = 32
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 HOOK = "a hook of a gradient"  # which may move gradients between rows
 UNSEEN = (
@@ -65,6 +67,7 @@ class Chunk:
         key: by what it is found again.
         compared: the inputs, from which samples can be picked, once the outputs were compared with
             those of parts of the batch.
+        compared_with_many: whether many samples were run alone then.
     """
 
     view: ModelView
@@ -77,6 +80,7 @@ class Chunk:
     graph: Graph
     key: Key
     compared: Batch | None = None
+    compared_with_many: bool = False
 
     @property
     def ledger(self) -> Ledger:
@@ -112,7 +116,8 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
     if not chunk.needs_rules:
         shapes = ShapePlan({})
     elif shapes is None or shapes.reason_to_look or look:
-        if chunk.compared is None:
+        proof_found_a_reason = chunk.ledger.reason_to_look and not chunk.compared_with_many
+        if chunk.compared is None or proof_found_a_reason:
             compared(chunk)
         prove_in_float64_that_samples_do_not_interact(chunk)
         shapes = locate_samples(chunk, structure, is_new=is_new)
@@ -251,6 +256,7 @@ def compared(chunk: Chunk) -> Batch:
         InputError: the model fails on parts of the batch.
     """
     chunk.known.comparisons += 1
+    chunk.compared_with_many = bool(chunk.ledger.reason_to_look)
     batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
@@ -274,6 +280,8 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
     if len(failures) < len(choices):  # some ran, and gave another output
+        # Not all samples of the next batch need show it.
+        chunk.ledger.reason_to_look = "samples that interacted in an earlier batch"
         let_a_proof_name_the_culprit(chunk, batch)  # names the culprit where it can
         raise interaction(chunk)
     proof_is_of_the_whole_batch = count <= SAMPLES
@@ -301,8 +309,9 @@ def _which_may_carry_samples(batch: Batch, known: list[int] | None) -> list[list
 def _other_company(chunk: Chunk) -> list[list[int]]:
     """Return the companies in which the samples of a batch are run again.
 
-    These are random halves of the batch, shuffled. Where there are few samples, each is run beside
-    a copy instead; where they are known to interact under other conditions, as many as ALONE also.
+    These are random halves of the batch, shuffled, and some samples, each beside a copy. Where
+    there are few samples, there are no halves; where they are known to interact under other
+    conditions, many are run beside a copy.
     """
     count = chunk.count
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
@@ -311,9 +320,8 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     if count > SAMPLES:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
-    if chunk.ledger.reason_to_look or not groups:
-        groups += copies_of_each(order[:ALONE])
-    return groups
+    alone = MANY_ALONE if chunk.compared_with_many or not groups else SOME_ALONE
+    return groups + copies_of_each(order[:alone])
 
 
 def _company_of_enough(chunk: Chunk) -> list[list[int]]:
