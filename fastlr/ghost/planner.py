@@ -7,6 +7,7 @@ its samples are is told by the graph or found (`locate_samples`). What was found
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrError, InputError, InteractionError, first_line
+from fastlr.errors import (
+    FastlrError,
+    FastlrWarning,
+    InputError,
+    InteractionError,
+    first_line,
+)
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
@@ -269,17 +276,22 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
     known = chunk.flags.inputs_with_samples.get(chunk.key_of_inputs)
     batch = chunk.view.batch(chunk.x, count, known)
     failures = []
+    another_output = False
     choices = _which_may_carry_samples(batch, known)
     for choice in choices:
         trial = chunk.view.batch(chunk.x, count, choice)
         try:
-            if _is_same_in_other_company(chunk, trial):
+            is_same = _is_same_in_other_company(chunk, trial)
+            if is_same and another_output:
+                is_same = _may_be_shared(chunk, batch, trial)
+            if is_same:
                 return trial
+            another_output = True
         except Exception as error:  # a model may raise anything
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
-    if len(failures) < len(choices):  # some ran, and gave another output
+    if another_output:
         # Not all samples of the next batch need show it.
         chunk.ledger.reason_to_look = "samples that interacted in an earlier batch"
         let_a_proof_name_the_culprit(chunk, batch)  # names the culprit where it can
@@ -304,6 +316,38 @@ def _which_may_carry_samples(batch: Batch, known: list[int] | None) -> list[list
     if known is None:
         choices += [[i for i in batch.batched if i != shared] for shared in batch.batched]
     return [choice for choice in choices if choice]
+
+
+def _may_be_shared(chunk: Chunk, batch: Batch, trial: Batch) -> bool:
+    """Return False if inputs taken as shared are numbers of the samples, used together only.
+
+    So are lengths, of which a model looks at the largest. Of other inputs that are used so, as a
+    memory that all samples attend to, a warning says how they are taken.
+
+    Args:
+        chunk: what is measured.
+        batch: its inputs, with all that may carry samples.
+        trial: the same with fewer, the others being shared.
+    """
+    shared = [i for i in batch.batched if i not in trial.batched]
+    leaves = [batch.leaves[i] for i in shared]
+    if all(torch.equal(leaf, leaf.flip(batch.in_dim)) for leaf in leaves):
+        return True
+    whole = chunk.view.batch(chunk.x, chunk.count, shared)
+    output = chunk.view.outputs(whole.pick(list(reversed(range(chunk.count)))))
+    if not in_batch_of(chunk.view, trial, chunk.z).holds(range(chunk.count), output):
+        return True  # whose rows they are counts
+    if all(leaf.ndim == 1 for leaf in leaves):
+        return False
+    warnings.warn(
+        f"an input of shape {tuple(leaves[0].shape)} has as many rows as there are samples, and is "
+        "taken as shared by all of them, as the model uses its rows together only. If they are the "
+        "samples' own, the model makes samples interact through them, and norms are those within "
+        "this very batch",
+        FastlrWarning,
+        stacklevel=2,
+    )
+    return True
 
 
 def _other_company(chunk: Chunk) -> list[list[int]]:
