@@ -133,17 +133,8 @@ def test_nvcc_compiles_and_links(every, tmp_path, setup_module_of_fastlr, monkey
     archs = [a.replace(".", "") for a in wanted.removesuffix("+PTX").split()][0 if every else -1 :]
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     library = tmp_path / "device_group.so"
-    nvcc = [
-        f"{root}/bin/nvcc",
-        "-std=c++17",
-        "-O3",
-        "-Icsrc",
-        "-Xcompiler",
-        "-fPIC",
-        "-shared",
-        "-Xptxas",
-        "-v",
-    ]
+    nvcc = [f"{root}/bin/nvcc", *"-std=c++17 -O3 -Icsrc -Xcompiler -fPIC -shared".split()]
+    nvcc += ["-Xptxas", "-v"]
     link = ["--cudart=static", "--keep", "--keep-dir", str(tmp_path), "-o", str(library)]
     code, said = run([*nvcc, *codes, "csrc/device_group.cu", *link])
     assert code == 0, said
