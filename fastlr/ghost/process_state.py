@@ -1,6 +1,7 @@
 """What all threads of a process share and a measurement changes: generators, filters of warnings.
 
-The CPU's generator, and that of a GPU, is one for all threads. The first of the threads that
+torch's generator of the CPU, and that of a GPU, is one for all threads, and so are those of Python's
+``random`` and ``numpy.random``, from which a forward pass may draw, too. The first of the threads that
 measure at the same time keeps its state, the last puts it back: none turns it back while another,
 which may have seeded it, still draws.
 """
@@ -8,27 +9,34 @@ which may have seeded it, still draws.
 from __future__ import annotations
 
 import os
+import random
+import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastlr.ops.held import SharedContext
 
 _changed = threading.Lock()  # of the two below
 _inside: Counter[int] = Counter()  # thread -> how often it is within `quiet_rng`
-_states: dict[torch.device, Tensor] = {}  # generator -> its state before the first thread came
+# Generator (a device, or the name of a module) -> its state before the first thread came.
+_states: dict[torch.device | str, Any] = {}
 _seeded = threading.RLock()  # held while one draws from a generator that it has seeded
 _CPU = torch.device("cpu")
+_PYTHON, _NUMPY = "random", "numpy.random"
 
 
 @contextmanager
 def quiet_rng(device: torch.device) -> Iterator[None]:
-    """Leave the random states of the CPU and of ``device`` as they were."""
+    """Leave the random states of the CPU and of ``device`` as they were.
+
+    The outermost of such contexts leaves those of Python and NumPy so, too.
+    """
     thread = threading.get_ident()
     mine = {
         generator: _state(generator)
@@ -36,6 +44,8 @@ def quiet_rng(device: torch.device) -> Iterator[None]:
         if generator.type in ("cpu", "cuda")
     }
     with _changed:
+        if not _inside:
+            _states.update(_states_beside_torch())
         _inside[thread] += 1
         for generator, state in mine.items():
             _states.setdefault(generator, state)
@@ -80,13 +90,26 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def _state(generator: torch.device) -> Tensor:
+def _state(generator: torch.device) -> Any:
     return torch.get_rng_state() if generator.type == "cpu" else torch.cuda.get_rng_state(generator)
 
 
-def _put_back(states: dict[torch.device, Tensor]) -> None:
+def _states_beside_torch() -> dict[str, Any]:
+    """Return the states of Python's generator, and of NumPy's where something has imported it."""
+    states: dict[str, Any] = {_PYTHON: random.getstate()}
+    numpy_random = sys.modules.get(_NUMPY)
+    if hasattr(numpy_random, "get_state"):  # it is not while another thread still imports it
+        states[_NUMPY] = numpy_random.get_state(legacy=False)
+    return states
+
+
+def _put_back(states: Mapping[Any, Any]) -> None:
     for generator, state in states.items():
-        if generator.type == "cpu":
+        if generator == _PYTHON:
+            random.setstate(state)
+        elif generator == _NUMPY:
+            sys.modules[_NUMPY].set_state(state)
+        elif generator.type == "cpu":
             torch.set_rng_state(state)
         else:
             torch.cuda.set_rng_state(state, generator)
