@@ -1,9 +1,8 @@
 """What all threads of a process share and a measurement changes: generators, filters of warnings.
 
-torch's generator of the CPU, and that of a GPU, is one for all threads, and so are those of Python's
-``random`` and ``numpy.random``, from which a forward pass may draw, too. The first of the threads that
-measure at the same time keeps its state, the last puts it back: none turns it back while another,
-which may have seeded it, still draws.
+The generators of torch, on the CPU and on a GPU, of Python's ``random`` and of ``numpy.random`` are
+one for all threads. The first of the threads that measure at the same time keeps their state, the
+last puts it back: none turns it back while another, which may have seeded it, still draws.
 """
 
 from __future__ import annotations
