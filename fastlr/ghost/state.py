@@ -286,11 +286,11 @@ def seen_written(modules: Sequence[nn.Module], writes: Writes) -> list[Held]:
 
 def plain_parameters(modules: Sequence[nn.Module]) -> list[Held]:
     """Return the parameters of modules but for those whose class or layout is not torch's own."""
+    places: list[tuple[nn.Module, Any]] = [(module, module._parameters) for module in modules]
     return [
-        Held(module, module._parameters, name, p)
-        for module in modules
-        if module._parameters
-        for name, p in module._parameters.items()
+        Held(module, place, name, p)
+        for module, place in places
+        for name, p in place.items()
         if type(p) in TENSORS and p.layout is torch.strided and not p.is_inference()
     ]
 
