@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, few
-from fastlr.ghost.state import Copied, Held, KeptTensors, kept_now, seen_written, writes_of
+from fastlr.ghost.state import Copied, HeldTensor, KeptTensors, kept_now, seen_written, writes_of
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import no_torch_function
 
@@ -60,13 +60,13 @@ def written_parameters(model: nn.Module) -> list[Tensor]:
     return [one.tensor for one in seen_written(all_modules(model), writes_of(model))]
 
 
-def _versions(parameters: Sequence[Held]) -> list[int]:
+def _versions(parameters: Sequence[HeldTensor]) -> list[int]:
     """Return how often each parameter was written to."""
     with no_torch_function():  # modes see a call in each of these reads
         return [one.tensor._version for one in parameters]
 
 
-def _copies(parameters: Sequence[Held]) -> dict[int, Copied]:
+def _copies(parameters: Sequence[HeldTensor]) -> dict[int, Copied]:
     """Return copies of parameters by their ids."""
     with no_torch_function(), torch.no_grad():
         return {id(one.tensor): Copied.of(one.tensor, unseen=True) for one in parameters}
@@ -79,7 +79,7 @@ def _differs(parameter: Tensor, copies: dict[int, Copied]) -> bool:
 
 
 def _enter(
-    written: Sequence[Held], copies: dict[int, Copied], keepers: Sequence[KeptTensors]
+    written: Sequence[HeldTensor], copies: dict[int, Copied], keepers: Sequence[KeptTensors]
 ) -> None:
     """Enter parameters that were written into what is known and kept; warn where it is too late."""
     too_late = []
@@ -94,7 +94,7 @@ def _enter(
         _warn(keepers[0].modules[0], too_late)
 
 
-def _warn(model: nn.Module, changed: Iterable[Held]) -> None:
+def _warn(model: nn.Module, changed: Iterable[HeldTensor]) -> None:
     ids = {id(one.tensor) for one in changed}
     names = [name for name, p in model.named_parameters() if id(p) in ids]
     warnings.warn(

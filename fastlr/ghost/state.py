@@ -228,7 +228,7 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A buffer or parameter, and where a module has it: in ``place`` under ``name``."""
 
     module: nn.Module
@@ -259,7 +259,7 @@ def writes_of(model: nn.Module) -> Writes:
     return found
 
 
-def _written_by_forward(modules: Sequence[nn.Module], writes: Writes) -> list[Held]:
+def _written_by_forward(modules: Sequence[nn.Module], writes: Writes) -> list[HeldTensor]:
     """Return what forward passes may write.
 
     That is buffers, weights that embeddings shorten, and parameters that were seen to be written.
@@ -268,7 +268,7 @@ def _written_by_forward(modules: Sequence[nn.Module], writes: Writes) -> list[He
     shortening = [module for module in modules if attribute(module, "max_norm") is not None]
     places += [(module, module._parameters) for module in shortening]
     held = [
-        Held(module, place, name, tensor)
+        HeldTensor(module, place, name, tensor)
         for module, place in places
         for name, tensor in place.items()
         if tensor is not None
@@ -279,16 +279,16 @@ def _written_by_forward(modules: Sequence[nn.Module], writes: Writes) -> list[He
     return held
 
 
-def seen_written(modules: Sequence[nn.Module], writes: Writes) -> list[Held]:
+def seen_written(modules: Sequence[nn.Module], writes: Writes) -> list[HeldTensor]:
     """Return the parameters among those of some modules that were seen to be written."""
     return [one for one in plain_parameters(modules) if (id(one.module), one.name) in writes.places]
 
 
-def plain_parameters(modules: Sequence[nn.Module]) -> list[Held]:
+def plain_parameters(modules: Sequence[nn.Module]) -> list[HeldTensor]:
     """Return the parameters of modules but for those whose class or layout is not torch's own."""
     places: list[tuple[nn.Module, Any]] = [(module, module._parameters) for module in modules]
     return [
-        Held(module, place, name, p)
+        HeldTensor(module, place, name, p)
         for module, place in places
         for name, p in place.items()
         if type(p) in TENSORS and p.layout is torch.strided and not p.is_inference()
@@ -377,7 +377,7 @@ class KeptTensors:
         self,
         modules: Sequence[nn.Module],
         writes: Writes,
-        held: list[Held],
+        held: list[HeldTensor],
         copies: dict[int, Copied],
         unseen: bool,
         with_attributes: bool,
@@ -388,7 +388,7 @@ class KeptTensors:
         self._numbers = [(module, own_attributes(module)) for module in holders.values()]
 
     @cached_property
-    def parameters(self) -> list[Held]:
+    def parameters(self) -> list[HeldTensor]:
         """The model's parameters that can be watched."""
         return plain_parameters(self.modules)
 
@@ -396,7 +396,7 @@ class KeptTensors:
         """Return True if a tensor is put back."""
         return id(tensor) in self._copies
 
-    def add(self, one: Held, copy: Copied) -> None:
+    def add(self, one: HeldTensor, copy: Copied) -> None:
         """Put back a parameter, too, that nothing has written before the copy was made."""
         if not self.holds(one.tensor):
             self._unseen = True
