@@ -96,7 +96,7 @@ def _state(generator: torch.device) -> Any:
 def _states_beside_torch() -> dict[str, Any]:
     """Return the states of Python's generator, and of NumPy's where something has imported it."""
     states: dict[str, Any] = {_PYTHON: random.getstate()}
-    numpy_random = sys.modules.get(_NUMPY)
+    numpy_random: Any = sys.modules.get(_NUMPY)
     if hasattr(numpy_random, "get_state"):  # it is not while another thread still imports it
         states[_NUMPY] = numpy_random.get_state(legacy=False)
     return states
