@@ -18,6 +18,7 @@ from fastlr.ghost.api import engine_of
 from fastlr.ghost.graph import walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
+from fastlr.ghost.parameter_writes import written_parameters
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
@@ -129,7 +130,8 @@ def redundancy_loss(
     with as_it_was(view.module, view.device), uncompiled():
         refuse_interaction(view, x)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), refusals(view, x):
-            z = select_output(call_with(view.module, buffers, x), output)
+            own = buffers | _copies_of_written(view)
+            z = select_output(call_with(view.module, own, x), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):
@@ -165,6 +167,15 @@ def refuse_interaction(view: ModelView, x: Any) -> None:
     if known.get(shapes) != found:
         found[0].prove(x)
         known[shapes] = found
+
+
+def _copies_of_written(view: ModelView) -> dict[str, Tensor]:
+    """Return copies, within the graph, of the parameters that forward passes write.
+
+    They are put back in the model before the loss is differentiated.
+    """
+    written = set(map(id, written_parameters(view.module)))
+    return {name: p.clone() for name, p in view.named.items() if id(p) in written}
 
 
 def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:

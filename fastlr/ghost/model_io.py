@@ -17,6 +17,7 @@ from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
+from fastlr.ghost.parameter_writes import parameters_watched
 from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
 from fastlr.ops.compiled_parts import uncompiled
@@ -269,7 +270,7 @@ def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
         dtype: of plain floating-point tensors among the modules' attributes meanwhile.
     """
     args, kwargs = _arguments(x)
-    with attributes_kept(model, dtype=dtype), uncompiled():
+    with parameters_watched(model), attributes_kept(model, dtype=dtype), uncompiled():
         return model(*args, **kwargs)
 
 

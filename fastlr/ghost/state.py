@@ -1,7 +1,8 @@
 """What a measurement changes of a model, put back after it.
 
 In: what was kept of a model: the attributes of its modules, its buffers, its train flags. Out: a
-context within which these may be written (`put_back`).
+context within which these may be written (`put_back`). Parameters are kept where forward passes
+have been seen to write them (fastlr.ghost.parameter_writes).
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.introspection import attribute, is_instance
+from fastlr.ghost.introspection import attribute, is_instance, weakly_by_module
 from fastlr.ghost.program import INTERNAL, own_attributes
-from fastlr.ghost.tokens import version
+from fastlr.ghost.tokens import TENSORS, address, version
 from fastlr.ops.model_lock import all_modules
 
 # Ids, as the class of an attribute may be one that cannot be hashed.
@@ -48,9 +51,12 @@ class Kept(Protocol):
 @contextmanager
 def put_back(*parts: Kept) -> Iterator[None]:
     """Put back parts of a model at the end of this context, in this order."""
+    tensors = [part for part in parts if type(part) is KeptTensors]
+    token = _open.set((*_open.get(), *tensors))
     try:
         yield
     finally:
+        _open.reset(token)
         for part in parts:
             part.restore()
 
@@ -222,8 +228,8 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-class _Held(NamedTuple):
-    """A buffer or weight, and where a module has it: in ``place`` under ``name``."""
+class HeldTensor(NamedTuple):
+    """A buffer or parameter, and where a module has it: in ``place`` under ``name``."""
 
     module: nn.Module
     place: dict[str, Tensor | None]
@@ -231,38 +237,93 @@ class _Held(NamedTuple):
     tensor: Tensor
 
 
-def _written_by_forward(modules: Sequence[nn.Module]) -> list[_Held]:
-    """Return what forward passes may write: buffers, and weights that embeddings shorten."""
+@dataclass(eq=False)
+class Writes:
+    """What is known of the parameters that forward passes of a model write.
+
+    Attributes:
+        watched: modes of its modules in which a forward pass was watched.
+        places: where the parameters are that one has written, by id of the module and name.
+    """
+
+    watched: set[tuple] = field(default_factory=set)
+    places: set[tuple[int, str]] = field(default_factory=set)
+
+
+_WRITES = weakly_by_module()  # model -> its `Writes`
+
+
+def writes_of(model: nn.Module) -> Writes:
+    """Return what is known of the parameters that forward passes of a model write."""
+    found: Writes = _WRITES.setdefault(model, Writes())
+    return found
+
+
+def _written_by_forward(modules: Sequence[nn.Module], writes: Writes) -> list[HeldTensor]:
+    """Return what forward passes may write.
+
+    That is buffers, weights that embeddings shorten, and parameters that were seen to be written.
+    """
     places: list[tuple[nn.Module, Any]] = [(module, module._buffers) for module in modules]
     shortening = [module for module in modules if attribute(module, "max_norm") is not None]
     places += [(module, module._parameters) for module in shortening]
-    return [
-        _Held(module, place, name, tensor)
+    held = [
+        HeldTensor(module, place, name, tensor)
         for module, place in places
         for name, tensor in place.items()
         if tensor is not None
     ]
+    if writes.places:
+        known = {id(one.tensor) for one in held}
+        held += [one for one in seen_written(modules, writes) if id(one.tensor) not in known]
+    return held
 
 
-class _Copy(NamedTuple):
-    """A copy of a buffer, and how often that was written to when the copy was its like."""
+def seen_written(modules: Sequence[nn.Module], writes: Writes) -> list[HeldTensor]:
+    """Return the parameters among those of some modules that were seen to be written."""
+    return [one for one in plain_parameters(modules) if (id(one.module), one.name) in writes.places]
+
+
+def plain_parameters(modules: Sequence[nn.Module]) -> list[HeldTensor]:
+    """Return the parameters of modules but for those whose class or layout is not torch's own."""
+    places: list[tuple[nn.Module, Any]] = [(module, module._parameters) for module in modules]
+    return [
+        HeldTensor(module, place, name, p)
+        for module, place in places
+        for name, p in place.items()
+        if type(p) in TENSORS and p.layout is torch.strided and not p.is_inference()
+    ]
+
+
+class Copied(NamedTuple):
+    """A copy of a buffer, and how often that was written to when the copy was its like.
+
+    ``memory`` is the buffer's own, where ``buffer.data = ...`` may give it another unseen.
+    """
 
     buffer: Tensor
     version: int
     values: Tensor
+    memory: Tensor | None = None
+
+    @staticmethod
+    def of(t: Tensor, *, unseen: bool) -> Copied:
+        """Return a copy of a tensor, which may be written ``unseen``."""
+        return Copied(t, version(t), t.detach().clone(), t.detach() if unseen else None)
 
 
 class BufferKeeper:
     """Keeps buffers, call after call.
 
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Copies of
-    large buffers are kept from call to call and made anew only where the buffer's version says so.
+    So for parameters that forward passes write: weights of embeddings with ``max_norm``, which
+    theirs shortens, and what was seen to be written. Copies of large buffers are kept from call to
+    call and made anew only where the buffer's version says so.
     """
 
     LARGE = 1 << 16  # elements
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}  # by id of the buffer
+        self._copies: dict[int, Copied] = {}  # by id of the buffer
 
     def keep(
         self,
@@ -271,18 +332,20 @@ class BufferKeeper:
         unseen_writes: bool = False,
         with_attributes: bool = False,
     ) -> Kept:
-        """Keep the buffers of modules as they are.
+        """Keep the buffers of modules as they are, and the parameters that forward passes write.
 
         Args:
-            modules: all modules of a model.
+            modules: all modules of a model, itself first.
             unseen_writes: put back also what is written without a trace, as batch norm's running
                 statistics are in train mode.
             with_attributes: put none back of a module that holds another number than before, as
                 with a table that grows: they belong together.
         """
-        held = _written_by_forward(modules)
-        self._refresh([one.tensor for one in held], unseen_writes)
-        return _Buffers(held, self._copies, unseen_writes, with_attributes)
+        writes = writes_of(modules[0]) if modules else Writes()
+        held = _written_by_forward(modules, writes)
+        unseen = unseen_writes or bool(writes.places)
+        self._refresh([one.tensor for one in held], unseen)
+        return KeptTensors(modules, writes, held, self._copies, unseen, with_attributes)
 
     @torch.no_grad()
     def _refresh(self, tensors: list[Tensor], unseen: bool) -> None:
@@ -292,24 +355,53 @@ class BufferKeeper:
         for t in tensors:
             known = before.get(id(t))
             if known is None or known.buffer is not t or not _alike(known.values, t):
-                self._copies[id(t)] = _Copy(t, version(t), t.detach().clone())
+                self._copies[id(t)] = Copied.of(t, unseen=unseen)
                 continue
             if unseen or t.numel() <= self.LARGE or known.version != version(t):
                 stale.append(t)
-            self._copies[id(t)] = _Copy(t, version(t), known.values)
+            memory = t.detach() if unseen else None
+            self._copies[id(t)] = Copied(t, version(t), known.values, memory)
         if stale:
             torch._foreach_copy_([self._copies[id(t)].values for t in stale], stale)
 
 
-class _Buffers:
-    """The buffers of a model, with their copies (see `BufferKeeper.keep`)."""
+class KeptTensors:
+    """The buffers of a model and the parameters that it writes (see `BufferKeeper.keep`).
+
+    Attributes:
+        modules: of the model.
+        writes: what is known of the parameters that it writes.
+    """
 
     def __init__(
-        self, held: list[_Held], copies: dict[int, _Copy], unseen: bool, with_attributes: bool
+        self,
+        modules: Sequence[nn.Module],
+        writes: Writes,
+        held: list[HeldTensor],
+        copies: dict[int, Copied],
+        unseen: bool,
+        with_attributes: bool,
     ) -> None:
+        self.modules, self.writes = modules, writes
         self._held, self._copies, self._unseen = held, copies, unseen
         holders = {id(one.module): one.module for one in held} if with_attributes else {}
         self._numbers = [(module, own_attributes(module)) for module in holders.values()]
+
+    @cached_property
+    def parameters(self) -> list[HeldTensor]:
+        """The model's parameters that can be watched."""
+        return plain_parameters(self.modules)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is put back."""
+        return id(tensor) in self._copies
+
+    def add(self, one: HeldTensor, copy: Copied) -> None:
+        """Put back a parameter, too, that nothing has written before the copy was made."""
+        if not self.holds(one.tensor):
+            self._unseen = True
+            self._held.append(one)
+            self._copies[id(one.tensor)] = copy
 
     def restore(self) -> None:
         """Put back what was written into buffers, and buffers that others have replaced."""
@@ -319,11 +411,21 @@ class _Buffers:
                 continue
             copy = self._copies[id(tensor)]
             if self._unseen or version(tensor) != copy.version:
+                if copy.memory is not None and address(tensor) != address(copy.memory):
+                    tensor.data = copy.memory
                 with torch.no_grad():
                     tensor.copy_(copy.values)
                 self._copies[id(tensor)] = copy._replace(version=version(tensor))
             if name not in place or place[name] is not tensor:  # scripted modules have no get
                 place[name] = tensor
+
+
+_open: ContextVar[tuple[KeptTensors, ...]] = ContextVar("fastlr_open", default=())
+
+
+def kept_now(model: object) -> list[KeptTensors]:
+    """Return what is kept of a model here and now, the innermost first."""
+    return [kept for kept in _open.get()[::-1] if any(model is module for module in kept.modules)]
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

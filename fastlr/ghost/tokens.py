@@ -113,7 +113,7 @@ def version(tensor: Tensor) -> int:
         return 0
 
 
-def _address(t: Tensor) -> int:
+def address(t: Tensor) -> int:
     """Where a tensor's elements are; 0 for one that has several places, as a sparse one."""
     try:
         return t.data_ptr()
@@ -144,7 +144,7 @@ def of_tensor(t: Tensor, versions: bool = True) -> tuple:
             return "tensor", kind, shape, repr(t.tolist())
         except (RuntimeError, NotImplementedError):  # a fake one, one within a function transform
             pass
-    return "tensor", kind, shape, str(t.device), number(t), version(t) if versions else _address(t)
+    return "tensor", kind, shape, str(t.device), number(t), version(t) if versions else address(t)
 
 
 def _of_tensor_subclass(t: Tensor, versions: bool) -> tuple:

@@ -107,7 +107,8 @@ def _found_beside_copies(trial: Trial) -> Literal["the same", "something else", 
 def what_differs(trial: Trial, in_batch: InBatch) -> Exception:
     """Find out why samples give something else than together, and return the error that says it.
 
-    It is that they interact, that the folding is wrong, or that the forward pass is random.
+    It is that they interact, that the folding is wrong, that the forward pass is random, or that
+    each pass changes what the next one reads.
     """
     with torch.no_grad():
         unfolded = trial.in_batch(trial.run(trial.all))
@@ -117,7 +118,37 @@ def what_differs(trial: Trial, in_batch: InBatch) -> Exception:
     folding_is_wrong = trial.is_folded and not is_random
     if folding_is_wrong:
         return FoldRefuted("the folded model gives another output")
-    return RandomForwardError(_random_message(trial.view.module))
+    changed = _what_passes_change(trial)
+    return RandomForwardError(
+        _changes_message(changed) if changed else _random_message(trial.view.module)
+    )
+
+
+def _what_passes_change(trial: Trial) -> list[str]:
+    """Return the parameters and buffers that a pass writes, if only by that two of them differ."""
+    if not trial.view.parameters_in_memory:
+        return []
+    state = trial.subject.state
+    before = {name: t.detach().clone() for name, t in state.items()}
+    outputs: list[Tensor] = []
+    changed: set[str] = set()
+    with torch.no_grad():
+        for _ in range(2):
+            outputs.append(trial.run(trial.all).detach())
+            written = [name for name, t in state.items() if not torch.equal(t, before[name])]
+            changed.update(written)
+            for name in written:
+                state[name].copy_(before[name])
+    same = trial.in_batch(outputs[0]).holds(trial.all, outputs[1])
+    return sorted(changed) if same else []
+
+
+def _changes_message(changed: Sequence[str]) -> str:
+    return (
+        "two forward passes on the same inputs differ, as each writes what the next one reads "
+        f"({few(changed)}): write it in the training loop, or only where self.training is true, "
+        "and call model.eval()"
+    )
 
 
 def _random_message(model: nn.Module) -> str:
