@@ -61,6 +61,7 @@ _SHOWN = (
     "dim1",
 )
 
+RAGGED = (-1,)  # no shape of any tensor
 NEITHER, PARAMETER, SAMPLE = range(3)
 Place = tuple[int, int]  # a node, and the number of one of its outputs
 
@@ -110,8 +111,18 @@ class Graph:
         return len(output_metadata(self.nodes[node]))
 
     def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all outputs of a node."""
-        return tuple([tuple(m.shape) for m in output_metadata(self.nodes[node])])
+        """Shapes of all outputs of a node; a nested tensor's is taken for ``RAGGED``."""
+        return tuple(
+            [
+                RAGGED if m.is_nested_tensor else tuple(m.shape)
+                for m in output_metadata(self.nodes[node])
+            ]
+        )
+
+    @property
+    def has_nested_tensors(self) -> bool:
+        """True if some output of a node is a nested tensor, which has an axis of no one size."""
+        return any(m.is_nested_tensor for n in self.nodes for m in output_metadata(n))
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -202,7 +213,12 @@ class Graph:
         return (self.names[i], tuple(below(*place) for place in self.children[i]))
 
     def uses(self) -> list[Use]:
-        """Every parameter-side input of a sample-side node."""
+        """Every parameter-side input of a sample-side node.
+
+        None where tensors are nested: no rule serves there.
+        """
+        if self.has_nested_tensors:
+            return []
         return [
             Use(i, slot, c, o, (self.keys[i], slot))
             for i in range(len(self.nodes))

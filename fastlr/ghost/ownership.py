@@ -459,6 +459,8 @@ class RowsOfGraph(NamedTuple):
 
 def trace(graph: Graph, z: Tensor, out_dim: int) -> RowsOfGraph:
     """Follow the samples from the output ``z`` through a classified graph."""
+    if graph.has_nested_tensors:
+        return RowsOfGraph({}, "nested tensors")
     dim = out_dim % z.ndim
     known: dict[Place, Regular | None] = {(len(graph.nodes) - 1, z.output_nr): Regular(dim, 1, 1)}
     stopped = ""

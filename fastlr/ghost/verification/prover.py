@@ -63,6 +63,7 @@ SMALL_SCALES = (3,)  # where the model casts to a dtype that holds no such range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
 PERTURBATIONS = (1.0, 0.1, 0.0)  # of parameters and buffers; gentler where values are not finite
 Gradients = tuple[Tensor | None, ...]  # None where an output does not use a parameter
+NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
 
@@ -171,7 +172,9 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
     in_batch = trial.in_batch(z)
     twice = _every_sample_twice(trial, in_batch)
     irregular = ""  # a loop over samples within the model
-    if graph.names != twice.names or graph.children != twice.children:
+    if graph.has_nested_tensors:
+        irregular = NESTED
+    elif graph.names != twice.names or graph.children != twice.children:
         irregular = "the graph of a batch of 6 has another structure than that of 3"
         if trial.is_folded:
             raise FoldRefuted(irregular)
