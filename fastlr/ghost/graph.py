@@ -99,8 +99,8 @@ class Graph:
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def shape(self, node: int, output: int = 0) -> torch.Size:
-        """Shape of an output of a node in the forward pass."""
-        return torch.Size(output_metadata(self.nodes[node])[output].shape)
+        """Shape of an output of a node in the forward pass; ``RAGGED`` of a nested tensor."""
+        return torch.Size(_sizes(output_metadata(self.nodes[node])[output]))
 
     def dtype(self, node: int, output: int = 0) -> torch.dtype:
         """Dtype of an output of a node in the forward pass."""
@@ -111,17 +111,12 @@ class Graph:
         return len(output_metadata(self.nodes[node]))
 
     def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all outputs of a node; a nested tensor's is taken for ``RAGGED``."""
-        return tuple(
-            [
-                RAGGED if m.is_nested_tensor else tuple(m.shape)
-                for m in output_metadata(self.nodes[node])
-            ]
-        )
+        """Shapes of all outputs of a node, as `shape` gives them."""
+        return tuple(map(_sizes, output_metadata(self.nodes[node])))
 
     @property
     def has_nested_tensors(self) -> bool:
-        """True if some output of a node is a nested tensor, which has an axis of no one size."""
+        """True if some output of a node is a nested tensor."""
         return any(m.is_nested_tensor for n in self.nodes for m in output_metadata(n))
 
     def float_dtypes(self) -> set[torch.dtype]:
@@ -299,6 +294,11 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             else:
                 graph.parameters[i] = known
     return graph
+
+
+def _sizes(metadata: Any) -> tuple[int, ...]:
+    """Return the shape of an output; ``RAGGED`` of a nested tensor, which has none."""
+    return RAGGED if metadata.is_nested_tensor else tuple(metadata.shape)
 
 
 def _root(z: Tensor) -> Any:
