@@ -234,6 +234,8 @@ def backward(
     No weight gradient is computed, nor the input gradient of a node with no other parameters below.
     Raises ModelError if a planned node is not visited exactly once.
     """
+    if not structure.by_node:
+        return
     visits = dict.fromkeys(structure.by_node, 0)
 
     def counted(i: int, gradients: tuple[Tensor | None, ...]) -> None:

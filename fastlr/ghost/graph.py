@@ -61,6 +61,7 @@ _SHOWN = (
     "dim1",
 )
 
+RAGGED = (-1,)  # no shape of any tensor
 NEITHER, PARAMETER, SAMPLE = range(3)
 Place = tuple[int, int]  # a node, and the number of one of its outputs
 
@@ -98,8 +99,8 @@ class Graph:
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def shape(self, node: int, output: int = 0) -> torch.Size:
-        """Shape of an output of a node in the forward pass."""
-        return torch.Size(output_metadata(self.nodes[node])[output].shape)
+        """Shape of an output of a node in the forward pass; ``RAGGED`` of a nested tensor."""
+        return torch.Size(_sizes(output_metadata(self.nodes[node])[output]))
 
     def dtype(self, node: int, output: int = 0) -> torch.dtype:
         """Dtype of an output of a node in the forward pass."""
@@ -110,8 +111,13 @@ class Graph:
         return len(output_metadata(self.nodes[node]))
 
     def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all outputs of a node."""
-        return tuple([tuple(m.shape) for m in output_metadata(self.nodes[node])])
+        """Shapes of all outputs of a node, as `shape` gives them."""
+        return tuple(map(_sizes, output_metadata(self.nodes[node])))
+
+    @property
+    def has_nested_tensors(self) -> bool:
+        """True if some output of a node is a nested tensor."""
+        return any(m.is_nested_tensor for n in self.nodes for m in output_metadata(n))
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -202,7 +208,12 @@ class Graph:
         return (self.names[i], tuple(below(*place) for place in self.children[i]))
 
     def uses(self) -> list[Use]:
-        """Every parameter-side input of a sample-side node."""
+        """Every parameter-side input of a sample-side node.
+
+        None where tensors are nested: no rule serves there.
+        """
+        if self.has_nested_tensors:
+            return []
         return [
             Use(i, slot, c, o, (self.keys[i], slot))
             for i in range(len(self.nodes))
@@ -283,6 +294,11 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             else:
                 graph.parameters[i] = known
     return graph
+
+
+def _sizes(metadata: Any) -> tuple[int, ...]:
+    """Return the shape of an output; ``RAGGED`` of a nested tensor, which has none."""
+    return RAGGED if metadata.is_nested_tensor else tuple(metadata.shape)
 
 
 def _root(z: Tensor) -> Any:

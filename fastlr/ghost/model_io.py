@@ -340,6 +340,11 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
             f"the model's output is not a tensor but a {_describe(z)}; "
             "pass output= (a key, an attribute, an index, or a function of what the model returns)"
         )
+    if z.is_nested:
+        raise InputError(
+            "the model's output is a nested tensor; pass output=, a function that gives it padded "
+            "(lambda z: z.to_padded_tensor(0.0))"
+        )
     if not z.is_floating_point():
         raise InputError(
             f"the selected output is {z.dtype}, not a floating-point tensor; pass output="

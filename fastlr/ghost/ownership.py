@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.ghost.graph import SAMPLE, Graph, Place
+from fastlr.ghost.graph import RAGGED, SAMPLE, Graph, Place
 from fastlr.ghost.sample_axis import Regular
 
 
@@ -484,10 +484,10 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> RowsOfGraph:
 def _through(
     graph: Graph, i: int, layout: Regular, output: int, slot: int, inner: torch.Size
 ) -> Regular | None:
-    name = graph.names[i]
-    if name not in KEEPS:
+    name, outer = graph.names[i], graph.shape(i, output)
+    if name not in KEEPS or RAGGED in (outer, inner):
         return None
-    step = Step(graph.nodes[i], name, layout, output, slot, graph.shape(i, output), inner)
+    step = Step(graph.nodes[i], name, layout, output, slot, outer, inner)
     try:
         return KEEPS[name](step)
     except (

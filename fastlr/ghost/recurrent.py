@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
+from fastlr.ghost.checkpoints import is_checkpointed
 from fastlr.ghost.factors import Dense, Factor, Norms, Outer
 from fastlr.ghost.ownership import Step
 from fastlr.ghost.rules import Ready, Site, rule, take_ready
@@ -56,7 +57,8 @@ def expected(names: Iterable[str]) -> bool:
 class Unfused(TorchFunctionMode):
     """Run recurrent layers by torch's own steps.
 
-    Then their gradients exist in eval mode, and rules cover their nodes.
+    Then their gradients exist in eval mode, and rules cover their nodes. In a checkpointed part
+    they run as they are: so they do when it is run again.
 
     Attributes:
         calls: how many calls ran so.
@@ -69,7 +71,7 @@ class Unfused(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
-        if func in CALLS and torch.is_grad_enabled():
+        if func in CALLS and torch.is_grad_enabled() and not is_checkpointed():
             return self.run_by_steps(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

@@ -180,7 +180,8 @@ def distance_gradients(
 def output_metadata(node: Any) -> Any:
     """Return what a node's outputs were like in the forward pass.
 
-    One object for each output, with its ``shape``, ``dtype`` and ``device``.
+    One object for each output, with its ``dtype`` and ``device``, whether it ``is_nested_tensor``,
+    and its ``shape``, which cannot be read of all nested ones.
     """
     return node._input_metadata
 

@@ -8,8 +8,8 @@ import warnings
 import numpy as np
 import torch
 import torch.nn.functional as F
-from exact import assert_norms, seeded
-from expected import refused
+from exact import assert_norms, holds, seeded
+from expected import refused, warned
 from folding import randomise
 from pytest import mark
 from single_samples import Written
@@ -80,6 +80,32 @@ def test_a_checkpointed_norm_runs_as_it_is():
     model = randomise(Written(forward, a=nn.Linear(6, 8), n=nn.BatchNorm1d(8), b=nn.Linear(8, 3)))
     for count in (1, 4, 1):
         assert not exact(model, count, 6).fixed
+
+
+@mark.parametrize("norm", [nn.Identity(), nn.BatchNorm2d(4)], ids=["conv", "conv_norm"])
+@mark.parametrize("read_again", [False, True])
+def test_a_convolution_before_a_checkpoint_is_no_part_of_it(norm, read_again):
+    def forward(m, x):
+        h = m.before(x)
+        h = checkpoint(lambda t: m.norm(m.conv(t)).relu(), h, use_reentrant=False) + read_again * h
+        return h.mean((2, 3))
+
+    parts = {"conv": nn.Conv2d(4, 4, 3, padding=1), "norm": nn.BatchNorm2d(4)}
+    model = randomise(Written(forward, before=nn.Sequential(nn.Conv2d(2, 4, 1), norm), **parts))
+    for count in (4, 1, 4):
+        exact(model, count, 2, 5, 5)
+
+
+def test_a_checkpointed_lstm_runs_as_it_is():
+    """In float32 on a CPU it is another program as it is than step by step."""
+
+    def forward(m, x):
+        return m.last(checkpoint(lambda t: m.layer(t)[0], m.first(x), use_reentrant=False).sum(1))
+
+    layer = nn.LSTM(5, 4, batch_first=True)
+    parts = {"first": nn.Linear(5, 5), "layer": layer, "last": nn.Linear(4, 2)}
+    with warned("activation checkpointing"):
+        holds(Written(forward, **parts).eval(), torch.randn(4, 3, 5), rtol=1e-3, route="loop")
 
 
 def block(rest, conv=None, norm=None):

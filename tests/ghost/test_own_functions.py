@@ -89,6 +89,21 @@ def test_arguments_that_are_no_tensors_have_no_slot(order, early, before):
         held(order, product(order, early=early, outputs=outputs), before, {"node"})
 
 
+@mark.parametrize("before", ["nothing", "frozen", "trained"])
+@mark.parametrize("outputs", [1, 2, 3])
+def test_a_function_gives_the_output(before, outputs):
+    def forward(m, x):
+        given = function.apply(m.first(x), m.w, m.b)
+        return given if outputs == 1 else given[outputs - 2]
+
+    function = product("xwb", early=True, outputs=outputs)
+    first = nn.Identity() if before == "nothing" else nn.Linear(4, 4)
+    first.requires_grad_(before == "trained")
+    parts = {"w": nn.Parameter(torch.randn(5, 4)), "b": nn.Parameter(torch.randn(5))}
+    model = Written(forward, first=first, **parts).double()
+    holds(model, torch.randn(6, 4, dtype=torch.float64), route=None)
+
+
 def test_outputs_without_a_gradient_get_zeros():
     def backward(ctx, g, more):
         x, w = ctx.saved_tensors

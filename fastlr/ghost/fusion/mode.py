@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
-from fastlr.distributed import on_demand
 from fastlr.ghost import recurrent
+from fastlr.ghost.checkpoints import is_checkpointed
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.calls import CONVOLUTIONS, HANDLERS, NO_NORM, Call, metadata
 from fastlr.ghost.fusion.pending import METADATA, computed
-from fastlr.ops.torch_private import saved_tensors_are_hooked, tree_leaves
+from fastlr.ops.torch_private import tree_leaves
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
 
@@ -123,7 +123,7 @@ class Folding(TorchFunctionMode):
         call = Call(func, args, kwargs or {})
         self._note_read_of_inputs(call)
         handler = HANDLERS.get(func)
-        if handler is None or (handler is not metadata and _is_checkpointed()):
+        if handler is None or (handler is not metadata and is_checkpointed()):
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result
@@ -148,8 +148,3 @@ class Folding(TorchFunctionMode):
             self._reads_by_autocast_convolutions += 1
         else:
             self._other_reads += 1
-
-
-def _is_checkpointed() -> bool:
-    """Return True within a checkpointed part: it is run again, as the model says."""
-    return saved_tensors_are_hooked(besides=on_demand.hooks())

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ghost.checkpoints import before_checkpoints
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.conv_bn import (
     BlockOptions,
@@ -93,7 +94,17 @@ class Lazy(Tensor):
     value: Tensor | None  # the result, once somebody has needed its numbers
 
     def compute(self) -> Tensor:
-        """Return the tensor that the model would have here."""
+        """Return the tensor that the model would have here.
+
+        It was begun before any checkpointed part, and is no part of one that reads it.
+        """
+        if self.value is None:
+            with before_checkpoints():
+                self.value = self.make()
+        return self.value
+
+    def make(self) -> Tensor:
+        """Compute the tensor that the model would have here, for the first time."""
         raise NotImplementedError
 
     def loaded(self) -> Loaded:
@@ -144,13 +155,11 @@ class Product(Lazy):
         self.factored, self.factors, self.version = factored, factors, factors._version
         return self
 
-    def compute(self) -> Tensor:  # noqa: D102
-        if self.value is None:
-            if self.factors._version != self.version:
-                # Then nothing is folded.
-                raise RuntimeError("the factor of a product was changed in place")
-            self.value = Gate.apply(self.factored.compute(), self.factors)
-        return self.value
+    def make(self) -> Tensor:  # noqa: D102
+        if self.factors._version != self.version:
+            # Then nothing is folded.
+            raise RuntimeError("the factor of a product was changed in place")
+        return Gate.apply(self.factored.compute(), self.factors)
 
     def loaded(self) -> Loaded:  # noqa: D102
         if self.value is not None or self.factors._version != self.version:
@@ -248,17 +257,13 @@ class Pending(Lazy):
         fresh = self.batch_norm is not None and self.residual is None and self.activation == "none"
         return fresh and self.untouched and not self.absorbed
 
-    def compute(self) -> Tensor:  # noqa: D102
-        if self.value is None:
-            if self.unactivated is None:
-                self.value = self._computed()
-            elif self.unactivated.activation == "none":
-                self.value = self.unactivated.tensor
-            else:
-                tensor, activation, _, first_reader_applies_derivative = self.unactivated
-                self.value = Activated.apply(tensor, activation, first_reader_applies_derivative)
-        assert self.value is not None
-        return self.value
+    def make(self) -> Tensor:  # noqa: D102
+        if self.unactivated is None:
+            return self._computed()
+        if self.unactivated.activation == "none":
+            return self.unactivated.tensor
+        tensor, activation, _, first_reader_applies_derivative = self.unactivated
+        return Activated.apply(tensor, activation, first_reader_applies_derivative)
 
     def _computed(self) -> Tensor:
         """Return the result, folded if that is still what the model computes."""

@@ -260,10 +260,19 @@ class _Operations(DispatchMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
-        read = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        self._note([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+        return func(*args, **kwargs)
+
+    def _note(self, tensors: list[Tensor]) -> None:
+        """Note which memory an operation on these tensors reads."""
+        try:
+            read = set(map(_storage, tensors))
+        except RuntimeError:
+            wraps_tensors_that_it_does_not_show = True  # as a nested tensor does
+            self.found = wraps_tensors_that_it_does_not_show
+            return
         self.seen |= read
         self.found |= not read.isdisjoint(self.storages)
-        return func(*args, **kwargs)
 
 
 # -- the clone

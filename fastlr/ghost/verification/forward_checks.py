@@ -211,7 +211,8 @@ def _outputs_of_sample_0(trial: Trial, samples: Sequence[int]) -> list[tuple[str
 
     def hook_for(name: str) -> Callable:
         def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
-            if isinstance(result, Tensor) and result.ndim and len(result) % trial.count == 0:
+            is_plain = isinstance(result, Tensor) and not result.is_nested and result.ndim > 0
+            if is_plain and len(result) % trial.count == 0:
                 seen.append((name, result.detach()[: len(result) // trial.count].clone()))
 
         return hook

@@ -63,6 +63,7 @@ SMALL_SCALES = (3,)  # where the model casts to a dtype that holds no such range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
 PERTURBATIONS = (1.0, 0.1, 0.0)  # of parameters and buffers; gentler where values are not finite
 Gradients = tuple[Tensor | None, ...]  # None where an output does not use a parameter
+NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
 
@@ -170,12 +171,10 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
     _require_own_parameters(trial, graph)
     in_batch = trial.in_batch(z)
     twice = _every_sample_twice(trial, in_batch)
-    irregular = ""  # a loop over samples within the model
-    if graph.names != twice.names or graph.children != twice.children:
-        irregular = "the graph of a batch of 6 has another structure than that of 3"
-        if trial.is_folded:
-            raise FoldRefuted(irregular)
-    else:
+    irregular = _irregularity(graph, twice)
+    if irregular and trial.is_folded:
+        raise FoldRefuted(irregular)
+    if not irregular:
         _enter_sides(graph, twice, ledger)
         ledger.varying |= _computed_of_data_too(trial, graph)
     unused = unused_parameters(trial, z, graph, ledger.sets_without_effect)
@@ -202,6 +201,18 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
         found = _confirmed_layouts(graph, structure, z, v, trial.view.out_dim)
         _prove_rules(_Measured(graph, structure, z, v, found, trial.count), truth.norms, ledger)
     ledger.dtype, ledger.subject = graph.lowest_dtype(), trial.subject.name
+
+
+def _irregularity(graph: Graph, twice: Graph) -> str:
+    """Return why no walk over the graph tells samples apart; "" where one may.
+
+    With every sample ``twice`` it is another where the model has a loop over samples within.
+    """
+    if graph.has_nested_tensors:
+        return NESTED
+    if graph.names != twice.names or graph.children != twice.children:
+        return "the graph of a batch of 6 has another structure than that of 3"
+    return ""
 
 
 def _require_finite(z: Tensor, count: int) -> None:
