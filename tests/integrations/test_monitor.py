@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from expected import refused, warned
-from integration_cases import INPUTS, N, data, network, random_states, same_bits, train
+from integration_cases import INPUTS, SHAPE, N, data, network, random_states, same_bits, train
 from pytest import mark, raises
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -239,6 +239,36 @@ def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
     older = {key: value for key, value in meter.state_dict().items() if key != "course"}
     again.load_state_dict(older)
     assert again.course == []
+
+
+@mark.parametrize(
+    ("changed", "other"),
+    [
+        ("inputs", lambda model: Monitor(model, fastlr.NoiseImages(SHAPE), N)),
+        ("n", lambda model: Monitor(model, INPUTS, N + 1)),
+        ("seed", lambda model: Monitor(model, INPUTS, N, seed=1)),
+        ("probe", lambda model: Monitor(model, INPUTS, N, probe="sampled")),
+        ("predictive", lambda model: Monitor(model, INPUTS, N, predictive=fastlr.Gaussian())),
+    ],
+)
+def test_readings_of_another_measurement_are_not_gone_on_with(changed, other):
+    model = network()
+    meter = monitor(model, every_n_steps=1)
+    for _ in range(3):
+        meter.step()
+    state = pickle.loads(pickle.dumps(meter.state_dict()))
+    again = other(model)
+    with warned(f"taken with another {changed}, and cannot be compared"):
+        again.load_state_dict(state)
+    assert again.steps == 3
+    for _ in range(3):
+        again.measure()
+    assert again.first["value"] == again.course[0].value == again.best.value
+    assert "cannot be told yet" in again.verdict()
+    older = {key: value for key, value in state.items() if key != "measured"}
+    again.load_state_dict(older)
+    assert len(again.course) == 3
+    monitor(model).load_state_dict(state)
 
 
 def test_the_verdict_knows_the_networks_own_inputs():
