@@ -24,7 +24,7 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same_inputs, same_predictive
-from fastlr.estimator.options import autocast_dtype
+from fastlr.estimator.options import autocast_dtype, require_inputs
 from fastlr.estimator.predictive import Categorical
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
@@ -125,10 +125,7 @@ class Meter:
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if dtype != AUTO:
             dtype = autocast_dtype(dtype)
-        if not callable(getattr(inputs, "batch", None)):
-            raise InputError(
-                f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}"
-            )
+        require_inputs(inputs)
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
         self.inputs, self.n, self.measures, self.weights = (
             inputs,
@@ -293,7 +290,7 @@ class Keeper:
         mode: "max" or "min".
 
     Raises:
-        InputError: an unknown mode, or a file whose folder is not there.
+        InputError: an unknown mode, a folder, or a file whose folder is not there.
     """
 
     def __init__(self, keep: Keep | None, mode: str) -> None:
@@ -305,6 +302,8 @@ class Keeper:
             raise InputError(
                 f"keep_best={self.path}: there is no folder {self.path.absolute().parent}"
             )
+        if self.path is not None and self.path.is_dir():
+            raise InputError(f"keep_best={self.path} is a folder: name a file in it")
         self.sign = 1.0 if mode == "max" else -1.0
         self.begin_anew()
 

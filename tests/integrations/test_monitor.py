@@ -271,6 +271,13 @@ def test_readings_of_another_measurement_are_not_gone_on_with(changed, other):
     monitor(model).load_state_dict(state)
 
 
+def test_inputs_and_files_of_a_wrong_kind(tmp_path):
+    with refused("inputs of type Tensor have no batch.*wrap a tensor .* in fastlr.TensorInputs"):
+        Monitor(network(), data()[0])
+    with refused("keep_best=.* is a folder: name a file in it"):
+        monitor(network(), keep_best=tmp_path)
+
+
 def test_the_verdict_knows_the_networks_own_inputs():
     own = Monitor(network(), fastlr.TensorInputs(data()[0]), len(data()[0]))
     for _ in range(7):
@@ -355,8 +362,6 @@ def test_a_measurement_that_fails_does_not_end_the_training():
 def test_mistakes_show_at_once(options, match):
     with refused(match):
         monitor(network(), **options)
-    with refused("inputs must be"):
-        Monitor(network(), torch.zeros(3))
     with warned("measures only by measure") as told:
         for _ in range(2):
             idle = Monitor(network(), INPUTS)
