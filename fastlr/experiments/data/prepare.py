@@ -268,8 +268,11 @@ def _check_not_empty(block: dict[str, Any], listing: Source) -> None:
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise InputError if a folder, where there is one, holds what is not of a store."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in names if name.removesuffix(".part") not in _OURS]
+    if not folder.is_dir():
+        return
+    foreign = sorted(
+        path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS
+    )
     if foreign:
         raise InputError(
             f"{folder} holds something else ({foreign[0]}): choose a new or empty folder"
