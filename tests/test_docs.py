@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
 
-FEWER = {"guides/capacity": ("steps=300", "steps=3")}
+FEWER = {
+    "guides/capacity": ("steps=300", "steps=3"),
+    "guides/checkpoints": ("resnet18", "squeezenet1_1"),
+    "guides/measure": ("resnet18", "squeezenet1_1"),
+    "guides/reproduce": ("epochs=2", "epochs=1 --set finetune_epochs=1"),
+}
 NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
 
 

@@ -7,6 +7,7 @@ its samples are is told by the graph or found (`locate_samples`). What was found
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrError, InputError, InteractionError, first_line
+from fastlr.errors import (
+    FastlrError,
+    FastlrWarning,
+    InputError,
+    InteractionError,
+    first_line,
+)
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
@@ -40,7 +47,9 @@ from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 
-ALONE = 32  # samples run alone where a batch is looked at that may well interact
+# Samples that a comparison runs alone, too: of any batch, and of one that may well interact.
+SOME_ALONE = 8
+MANY_ALONE = 32
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 HOOK = "a hook of a gradient"  # which may move gradients between rows
 UNSEEN = (
@@ -65,6 +74,7 @@ class Chunk:
         key: by what it is found again.
         compared: the inputs, from which samples can be picked, once the outputs were compared with
             those of parts of the batch.
+        compared_with_many: whether many samples were run alone then.
     """
 
     view: ModelView
@@ -77,6 +87,7 @@ class Chunk:
     graph: Graph
     key: Key
     compared: Batch | None = None
+    compared_with_many: bool = False
 
     @property
     def ledger(self) -> Ledger:
@@ -112,7 +123,8 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
     if not chunk.needs_rules:
         shapes = ShapePlan({})
     elif shapes is None or shapes.reason_to_look or look:
-        if chunk.compared is None:
+        proof_found_a_reason = chunk.ledger.reason_to_look and not chunk.compared_with_many
+        if chunk.compared is None or proof_found_a_reason:
             compared(chunk)
         prove_in_float64_that_samples_do_not_interact(chunk)
         shapes = locate_samples(chunk, structure, is_new=is_new)
@@ -251,6 +263,7 @@ def compared(chunk: Chunk) -> Batch:
         InputError: the model fails on parts of the batch.
     """
     chunk.known.comparisons += 1
+    chunk.compared_with_many = bool(chunk.ledger.reason_to_look)
     batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
@@ -263,17 +276,24 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
     known = chunk.flags.inputs_with_samples.get(chunk.key_of_inputs)
     batch = chunk.view.batch(chunk.x, count, known)
     failures = []
+    another_output = False
     choices = _which_may_carry_samples(batch, known)
     for choice in choices:
         trial = chunk.view.batch(chunk.x, count, choice)
         try:
-            if _is_same_in_other_company(chunk, trial):
+            is_same = _is_same_in_other_company(chunk, trial)
+            if is_same and another_output:
+                is_same = _may_be_shared(chunk, batch, trial)
+            if is_same:
                 return trial
+            another_output = True
         except Exception as error:  # a model may raise anything
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
             failures.append(f"{type(error).__name__}: {first_line(error)}")
-    if len(failures) < len(choices):  # some ran, and gave another output
+    if another_output:
+        # Not all samples of the next batch need show it.
+        chunk.ledger.reason_to_look = "samples that interacted in an earlier batch"
         let_a_proof_name_the_culprit(chunk, batch)  # names the culprit where it can
         raise interaction(chunk)
     proof_is_of_the_whole_batch = count <= SAMPLES
@@ -298,11 +318,44 @@ def _which_may_carry_samples(batch: Batch, known: list[int] | None) -> list[list
     return [choice for choice in choices if choice]
 
 
+def _may_be_shared(chunk: Chunk, batch: Batch, trial: Batch) -> bool:
+    """Return False if inputs taken as shared are numbers of the samples, used together only.
+
+    So are lengths, of which a model looks at the largest. Of other inputs that are used so, as a
+    memory that all samples attend to, a warning says how they are taken.
+
+    Args:
+        chunk: what is measured.
+        batch: its inputs, with all that may carry samples.
+        trial: the same with fewer, the others being shared.
+    """
+    shared = [i for i in batch.batched if i not in trial.batched]
+    leaves = [batch.leaves[i] for i in shared]
+    if all(torch.equal(leaf, leaf.flip(batch.in_dim)) for leaf in leaves):
+        return True
+    whole = chunk.view.batch(chunk.x, chunk.count, shared)
+    output = chunk.view.outputs(whole.pick(list(reversed(range(chunk.count)))))
+    if not in_batch_of(chunk.view, trial, chunk.z).holds(range(chunk.count), output):
+        return True  # whose rows they are counts
+    if all(leaf.ndim == 1 for leaf in leaves):
+        return False
+    warnings.warn(
+        f"an input of shape {tuple(leaves[0].shape)} has as many rows as there are samples, and is "
+        "taken as shared by all of them, as the model uses its rows together only. If they are the "
+        "samples' own, the model makes samples interact through them, and norms are those within "
+        "this very batch",
+        FastlrWarning,
+        stacklevel=2,
+    )
+    return True
+
+
 def _other_company(chunk: Chunk) -> list[list[int]]:
     """Return the companies in which the samples of a batch are run again.
 
-    These are random halves of the batch, shuffled. Where there are few samples, each is run beside
-    a copy instead; where they are known to interact under other conditions, as many as ALONE also.
+    These are random halves of the batch, shuffled, and some samples, each beside a copy. Where
+    there are few samples, there are no halves; where they are known to interact under other
+    conditions, many are run beside a copy.
     """
     count = chunk.count
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
@@ -311,9 +364,8 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     if count > SAMPLES:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
-    if chunk.ledger.reason_to_look or not groups:
-        groups += copies_of_each(order[:ALONE])
-    return groups
+    alone = MANY_ALONE if chunk.compared_with_many or not groups else SOME_ALONE
+    return groups + copies_of_each(order[:alone])
 
 
 def _company_of_enough(chunk: Chunk) -> list[list[int]]:

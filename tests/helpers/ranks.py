@@ -13,7 +13,9 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,18 +23,29 @@ import torch.distributed as dist
 from fastlr.errors import FastlrError
 
 LIMIT = 120.0
+PRELOADED = [
+    "torch._dynamo",
+    "torchvision",
+    "fastlr.cli.main",
+    "fastlr.estimator.estimator",
+    "kills",
+    "rank_estimates",
+    "rank_reductions",
+    "rank_runs",
+]
 TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
 
 
 def fork_server():
     """Return a context of processes from a server that has imported what a run imports.
 
-    torch._dynamo, which takes a second, is imported for torch's optimisers.
+    torch._dynamo, which takes a second, is imported for torch's optimisers. The server is
+    given this process's path: older Pythons' leave out, without a word, what they do not find.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch._dynamo", "torchvision", "fastlr.distributed", "kills", "rank_runs"]
-    )
+    context.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
     return context
 
 

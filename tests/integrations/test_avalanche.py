@@ -3,67 +3,22 @@
 import os
 import subprocess
 import sys
-import warnings
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from unittest import mock
 
 import torch
 from expected import refused
-from integration_cases import INPUTS, N, Recorded, data, network, random_states, same_bits, seed_all
-from pytest import importorskip, mark, skip
-from torch import nn
-
-import fastlr
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its solvers, which nothing here needs
-    importorskip("avalanche")
-    from avalanche.benchmarks import tensors_benchmark
-    from avalanche.checkpointing import maybe_load_checkpoint, save_checkpoint
-    from avalanche.evaluation.metrics import accuracy_metrics
-    from avalanche.models import IncrementalClassifier
-    from avalanche.training import Naive
-    from avalanche.training.plugins import EvaluationPlugin
-
-from fastlr.integrations.avalanche import LocalRedundancyMetric
+from integration_cases import INPUTS, N, random_states, same_bits
+from pytest import fixture, importorskip, mark, skip
 
 pytestmark = mark.filterwarnings("ignore")  # of Avalanche itself, several at every call
 
 
-def growing():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), IncrementalClassifier(8, 2))
-
-
-def prepare(model, metric=None):
-    """Two experiences of two classes, two epochs of four iterations each: (benchmark, strategy)."""
-    seed_all()
-    x, y = data()
-    parts = [(x, y), (x + 1, y + 2 if isinstance(model[-1], IncrementalClassifier) else 1 - y)]
-    benchmark = tensors_benchmark(parts, parts, task_labels=[0, 0])
-    plugin = EvaluationPlugin(
-        accuracy_metrics(epoch=True), *([metric] if metric else []), loggers=[]
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    options = {"train_mb_size": 16, "train_epochs": 2, "evaluator": plugin}
-    return benchmark, Naive(
-        model=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **options
-    )
-
-
-def train(metric=None, model=None):
-    """Returns (model, evaluation plugin)."""
-    model = model or network()
-    benchmark, strategy = prepare(model, metric)
-    for experience in benchmark.train_stream:
-        strategy.train(experience)
-    return model, strategy.evaluator
-
-
-class WatchedMetric(Recorded, LocalRedundancyMetric):
-    def estimate(self, strategy):
-        return fastlr.estimate(strategy.model, INPUTS, N).value
+@fixture(scope="module")
+def cases():
+    """The trainings; Avalanche is imported for them, not in every process that collects tests."""
+    importorskip("avalanche")
+    return import_module("avalanche_cases")
 
 
 @mark.parametrize(
@@ -75,11 +30,11 @@ class WatchedMetric(Recorded, LocalRedundancyMetric):
     ],
     ids=["experiences", "steps", "epochs"],
 )
-def test_training_is_bit_for_bit_the_same(when, steps):
-    alone, plain = train()
+def test_training_is_bit_for_bit_the_same(cases, when, steps):
+    alone, plain = cases.train()
     states = random_states()
-    metric = WatchedMetric(INPUTS, N, measures=["weight_norm"], **when)
-    watched, plugin = train(metric)
+    metric = cases.WatchedMetric(INPUTS, N, measures=["weight_norm"], **when)
+    watched, plugin = cases.train(metric)
     assert same_bits(alone, watched)
     assert random_states() == states
     assert [row[0] for row in metric.rows] == steps
@@ -96,9 +51,9 @@ def test_training_is_bit_for_bit_the_same(when, steps):
     }
 
 
-def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
-    metric = WatchedMetric(INPUTS, N, keep_best=tmp_path / "best.pt")
-    model, _ = train(metric, growing())
+def test_a_classifier_that_grows_and_the_best_checkpoint(cases, tmp_path):
+    metric = cases.WatchedMetric(INPUTS, N, keep_best=tmp_path / "best.pt")
+    model, _ = cases.train(metric, cases.growing())
     assert model[-1].classifier.out_features == 4
     assert len(metric.rows) == 3
     assert all(row[2] == row[3] for row in metric.rows)
@@ -106,35 +61,16 @@ def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
     assert best["local_redundancy"] == max(row[2] for row in metric.rows) == metric.best.value
 
 
-def save_and_load(folder):
-    trained = train(WatchedMetric(INPUTS, N))
-    benchmark, strategy = prepare(network(), WatchedMetric(INPUTS, N))
-    strategy.train(benchmark.train_stream[0])
-    save_checkpoint(strategy, str(folder / "strategy.pkl"))
-    again = prepare(network(), WatchedMetric(INPUTS, N))[1]
-    # What this call of Avalanche means, from before torch 2.6.
-    load = partial(torch.load, weights_only=False)
-    with mock.patch("avalanche.checkpointing.checkpoint.torch.load", load):
-        again, done = maybe_load_checkpoint(again, str(folder / "strategy.pkl"))
-    assert done == 1
-    again.train(benchmark.train_stream[1])
-    assert same_bits(trained[0], again.model)
-    found = again.evaluator.get_all_metrics()["local_redundancy/train_phase/train_stream"]
-    assert found == trained[1].get_all_metrics()["local_redundancy/train_phase/train_stream"]
-
-
 @mark.long
-def test_saved_and_loaded_with_the_strategy(tmp_path):
+def test_saved_and_loaded_with_the_strategy(cases, tmp_path):
     """The strategy is saved and loaded in a process of its own.
 
     Where a test has compiled a model, dill can save no optimizer any more.
     """
-    path = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path]
-    )
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "helpers"), *sys.path])
     script = (
-        "from pathlib import Path; import test_avalanche; "
-        f"test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
+        "from pathlib import Path; import avalanche_cases; "
+        f"avalanche_cases.save_and_load(Path({str(tmp_path)!r}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True
@@ -147,8 +83,8 @@ def test_saved_and_loaded_with_the_strategy(tmp_path):
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
-def test_mistakes():
+def test_mistakes(cases):
     with refused("both given"):
-        LocalRedundancyMetric(INPUTS, every_n_steps=1, every_n_epochs=1)
+        cases.LocalRedundancyMetric(INPUTS, every_n_steps=1, every_n_epochs=1)
     with refused("no folder"):
-        LocalRedundancyMetric(INPUTS, keep_best="/no/such/folder/best.pt")
+        cases.LocalRedundancyMetric(INPUTS, keep_best="/no/such/folder/best.pt")

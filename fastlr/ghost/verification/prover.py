@@ -377,11 +377,11 @@ def _exact_norms(
             f"the gradient of parameter {list(parameters)[bad]} is not finite on {trial.count} "
             "samples of the inputs"
         )
-    _require_scaling(by_sample[0], first_at_scales, 0.05 if narrow else 1e-6)
+    require_scaling(by_sample[0], first_at_scales, 0.05 if narrow else 1e-6)
     return _Truth(dict(zip(parameters, table, strict=True)), alone)
 
 
-def _require_scaling(norms: Tensor, at_scales: Mapping[int, Tensor], close: float) -> None:
+def require_scaling(norms: Tensor, at_scales: Mapping[int, Tensor], close: float) -> None:
     """Require that a sample's gradients scale as the cotangent does.
 
     Args:

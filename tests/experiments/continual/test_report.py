@@ -141,7 +141,13 @@ def test_an_earlier_run_had_the_probe_of_then(tmp_path):
 
 
 def test_a_short_run_says_so_and_gives_the_rest(tmp_path):
-    report = write_report([write_run(tmp_path / "run", 35)], resamples=100)
+    """And an older figure does not stay."""
+    folder = write_run(tmp_path / "run", 35)
+    older = folder / "report" / "correlations.png"
+    older.parent.mkdir()
+    older.write_bytes(b"old")
+    report = write_report([folder], resamples=100)
+    assert not older.exists()
     text = "\n".join(note for sheet in report.screen for note in sheet.notes)
     assert "run has 25 usable tasks" in text
     assert "run has 34 usable tasks" in text
@@ -166,14 +172,6 @@ def test_a_run_of_one_task_and_a_run_without_tasks(tmp_path):
     for tasks in (0, 1):
         run = write_run(tmp_path / str(tasks), tasks)
         assert write_report([run], resamples=100, figures="png" if tasks else "none").page.exists()
-
-
-def test_an_older_figure_does_not_stay(tmp_path):
-    folder = write_run(tmp_path / "run", 12)
-    (folder / "report").mkdir()
-    (folder / "report" / "correlations.png").write_bytes(b"old")
-    write_report([folder], resamples=100)
-    assert not (folder / "report" / "correlations.png").exists()
 
 
 def test_titles_and_cells_are_escaped():
