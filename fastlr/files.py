@@ -109,7 +109,7 @@ def replace_file(path: Path, data: Any) -> None:
         InputError: It cannot be written. FastlrError: The disk is full.
     """
     partial = path.with_name(path.name + ".part")
-    with disk_errors(path.parent):
+    with disk_errors(path):
         try:
             with open(partial, "wb", buffering=0) as file:
                 write_all(file.fileno(), data.encode() if isinstance(data, str) else data)

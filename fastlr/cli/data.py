@@ -141,7 +141,7 @@ def _print_summary(store: ImageStore) -> None:
         )
     if plan.get("ignored"):
         rows["not used"] = "; ".join(
-            f"{count} files ({reason})" for reason, count in plan["ignored"].items()
+            f"{counted(count, 'file')} ({reason})" for reason, count in plan["ignored"].items()
         )
     for name, text in rows.items():
         table.add_row(name, _printable(text))

@@ -132,8 +132,7 @@ def estimate(
 ) -> None:
     """Measure the local redundancy of MODEL on synthetic inputs.
 
-    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share
-    the inputs.
+    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all share the inputs.
     """
     one_of("--probe", probe, PROBES)
     one_of("--dtype", dtype, DTYPES)
@@ -163,8 +162,8 @@ def estimate(
             x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
             out.print(str(fastlr.support_report(net, x)), highlight=False, markup=False)
         if save_images is not None and members.rank == 0:
-            record.save_images(save_images, source, seed=seed)
-            out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
+            picture = record.save_images(save_images, source, seed=seed)
+            out.print(f"images: {picture}", highlight=False, soft_wrap=True)
 
         with (
             record.progress_bar(model, max_n or n)
@@ -195,8 +194,8 @@ def estimate(
         if per_layer is not None:
             from fastlr.display.plots import per_layer_chart
 
-            per_layer_chart(result, per_layer, title=title)
-            out.print(f"chart: {per_layer}", highlight=False, soft_wrap=True)
+            chart = per_layer_chart(result, per_layer, title=title)
+            out.print(f"chart: {chart}", highlight=False, soft_wrap=True)
         if json_file is not None:
             settings = {
                 "model": model,

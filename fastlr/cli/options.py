@@ -118,14 +118,16 @@ def kwargs_of(text: str) -> dict[str, Any]:
 
 
 def check_folders(**files: Path | str | None) -> None:
-    """Raise InputError unless the folder of each file to be written exists.
+    """Raise InputError unless each file to be written can be: its folder exists, and it is none.
 
     None and "-" are no files.
     """
     for option, path in files.items():
-        folder = Path(path or "-").absolute().parent
-        if not folder.is_dir():
-            raise InputError(f"--{option.replace('_', '-')} {path}: there is no folder {folder}")
+        name, place = option.replace("_", "-"), Path(path or "-").absolute()
+        if not place.parent.is_dir():
+            raise InputError(f"--{name} {path}: there is no folder {place.parent}")
+        if path not in (None, "-") and place.is_dir():
+            raise InputError(f"--{name} {path} is a folder: name a file in it")
 
 
 def predictive_of(name: str, sigma: float, inputs: str) -> Any:

@@ -202,8 +202,8 @@ def ablate(
     ]
     print_sheets(sheets, csv_file)
     if figure is not None:
-        save_figure(ablation_curves([run], "checkpoint", _names_in_folder(sources)[1]), figure)
-        print(f"figure: {figure}")
+        curves = ablation_curves([run], "checkpoint", _names_in_folder(sources)[1])
+        print(f"figure: {save_figure(curves, figure)}")
     if json_file is not None:
         checkpoints = []
         for path, estimates in zip(paths, measured):
@@ -388,8 +388,7 @@ def rank(
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
         print_sheets(sheets, csv_file)
         if figure is not None:
-            save_figure(ranking_chart(ranked), figure)
-            print(f"figure: {figure}")
+            print(f"figure: {save_figure(ranking_chart(ranked), figure)}")
     if json_file is not None:
         settings = {
             "model": model,

@@ -129,15 +129,25 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     """Write a figure, or a picture of Pillow, whole or not at all; without a suffix as PNG.
 
+    Returns:
+        The path of the file, with its suffix.
+
     Raises:
-        InputError: The file cannot be written.
+        InputError: The path is a folder, or the file cannot be written.
     """
     path = Path(path)
+    if path.is_dir():
+        raise InputError(
+            f"cannot write the figure {path}: it is a folder; name a file in it, such as "
+            f"{path / 'figure.png'}"
+        )
+    path = path if path.suffix else path.with_suffix(".png")
     try:
-        with written_whole(path if path.suffix else path.with_suffix(".png")) as unfinished:
+        with written_whole(path) as unfinished:
             figure.save(unfinished)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write the figure {path}: {error}") from error
+    return path

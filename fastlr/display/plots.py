@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style, title_of_all
@@ -60,15 +61,17 @@ def per_layer_figure(
     return figure
 
 
-def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any) -> None:
+def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any) -> Path:
     """Write the figure of `per_layer_figure` to ``path``: ``.png``, ``.pdf`` or ``.svg``.
+
+    Returns the path with its suffix.
 
     ``options`` are those of `per_layer_figure`.
 
     Raises:
         InputError: As there, or an unwritable path.
     """
-    save_figure(per_layer_figure(estimates, **options), path)
+    return save_figure(per_layer_figure(estimates, **options), path)
 
 
 def _bars(axes: Any, shares: list[float], colour: str) -> None:

@@ -71,7 +71,7 @@ def output_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32) -> None:
+def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32) -> Path:
     """Save the first synthetic images as one PNG.
 
     They are shown as they were drawn, or else rescaled to their own range.
@@ -83,6 +83,9 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
             their least to largest value.
         seed: As for the estimate.
         count: How many.
+
+    Returns:
+        The path of the file, with its suffix.
 
     Raises:
         InputError: The inputs are no images, or the file cannot be written.
@@ -102,7 +105,7 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
             )
         low, high = images.aminmax()
         images = (images - low) / (high - low).clamp_min(1e-12)
-    save_figure(tiled(images), path)
+    return save_figure(tiled(images), path)
 
 
 def write_json(path: str | Path, record: dict[str, Any]) -> None:

@@ -146,7 +146,8 @@ def module_rows(
         share = value / total if total > 0 else 0.0
         bar = "█" * round(14 * value / largest) if largest > 0 else ""
         rows.append((name, f"{value:.4g}", f"{100 * share:.1f} %", bar))
-    return (f"largest of {len(groups)} modules", "E||grad||^2", "share", ""), rows
+    of_all = f"largest of {len(groups)} module{'s' * (len(groups) != 1)}"
+    return (of_all, "E||grad||^2", "share", ""), rows
 
 
 def routes_summary(routes: Mapping[str, str]) -> str:

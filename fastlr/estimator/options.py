@@ -57,12 +57,7 @@ class EstimateOptions:
                 )
         if not isinstance(self.model, nn.Module):
             raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
-        if not callable(getattr(self.inputs, "batch", None)):
-            raise InputError(
-                f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, "
-                "device, dtype): pass fastlr.ShapeImages() or another of fastlr's inputs; wrap a "
-                "tensor or a data set in fastlr.TensorInputs, of a DataLoader its loader.dataset"
-            )
+        require_inputs(self.inputs)
         if self.predictive is not None and not callable(
             getattr(self.predictive, "cotangent", None)
         ):
@@ -111,6 +106,16 @@ class EstimateOptions:
     def inputs_in_dim(self) -> int:
         """Sample axis of the inputs as they are made."""
         return getattr(self.inputs, "in_dim", 0)
+
+
+def require_inputs(inputs: Any) -> None:
+    """Raise InputError for what makes no batches, such as a tensor."""
+    if not callable(getattr(inputs, "batch", None)):
+        raise InputError(
+            f"inputs of type {type(inputs).__name__} have no batch(start, stop, *, seed, device, "
+            "dtype): pass fastlr.ShapeImages() or another of fastlr's inputs; wrap a tensor or a "
+            "data set in fastlr.TensorInputs, of a DataLoader its loader.dataset"
+        )
 
 
 def autocast_dtype(given: Any) -> torch.dtype | None:

@@ -19,7 +19,7 @@ from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import copied
+from fastlr.ghost.batch import along, copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
@@ -137,6 +137,7 @@ class Passes:
         out_dim, seed, probe = self.options.out_dim, self.options.seed, probe or self.options.probe
 
         def cotangent(output: Tensor) -> Any:
+            self._require_rows(output, x, len(index))
             if self.predictive is None:
                 self.predictive = default_predictive(output, out_dim)
             self.axes = output.ndim
@@ -157,6 +158,23 @@ class Passes:
             return self.predictive.cotangent(output, probe, index, seed, **where)
 
         return cotangent
+
+    def _require_rows(self, output: Tensor, x: Any, asked: int) -> None:
+        """Raise InputError unless the output holds one row for each input that was asked for."""
+        rows = self.view.sample_count(output)
+        if rows == asked:
+            return
+        if not along(x, asked, self.options.in_dim):
+            raise InputError(
+                f"the output holds {rows} rows for {asked} inputs, and no input tensor has {asked} "
+                f"samples on axis {self.options.in_dim}: batch(start, stop) of the inputs returns "
+                "stop - start samples"
+            )
+        raise InputError(
+            f"the model returned {rows} row{'s' * (rows != 1)} for {asked} "
+            f"input{'s' * (asked != 1)} on axis {self.options.out_dim}: return one for each, or "
+            "pass out_dim="
+        )
 
     def _look_for_sigmoid(self, output: Tensor, index: range | Tensor) -> None:
         """Warn where outputs taken for logits are a sigmoid's by the graph; note where they may be.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,17 +129,31 @@ class Estimate:
         return record
 
     @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Estimate:
-        """Return the estimate that :meth:`to_dict` recorded; keys it does not know are ignored."""
+    def from_dict(cls, record: Mapping[str, Any]) -> Estimate:
+        """Return the estimate that :meth:`to_dict` recorded; keys it does not know are ignored.
+
+        Raises:
+            InputError: it is no such record.
+        """
+        if not isinstance(record, Mapping):
+            raise InputError(
+                f"not a record of an estimate but of type {type(record).__name__}: give what "
+                "to_dict() returned"
+            )
         known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
         values = known.get("per_sample")
-        known["per_sample"] = None if values is None else torch.tensor(values, dtype=torch.float64)
         known["stderr"] = math.nan if known.get("stderr") is None else known["stderr"]
-        known["notes"] = tuple(known.get("notes", ()))
         try:
-            return cls(**known)
-        except TypeError as error:
+            if values is not None:
+                values = torch.tensor(values, dtype=torch.float64)
+            known["per_sample"], known["notes"] = values, tuple(known.get("notes", ()))
+            result = cls(**known)
+        except (TypeError, ValueError) as error:
             raise InputError(f"not a record of an estimate: {error}") from None
+        for name in ("value", "stderr"):
+            _require_number(name, known[name])
+        count("not a record of an estimate: n", result.n)
+        return result
 
     def __str__(self) -> str:
         """Return the value, what was measured, and the largest parameters, in a few lines."""
@@ -159,7 +175,8 @@ class Estimate:
         top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
         if self.value > 0:
             parts = ", ".join(f"{name} {100 * part / self.value:.0f} %" for name, part in top)
-            lines.append(f"  largest of {len(self.per_parameter)} parameters: {parts}")
+            of_all = len(self.per_parameter)
+            lines.append(f"  largest of {of_all} parameter{'s' * (of_all != 1)}: {parts}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
     def _repr_html_(self) -> str:
@@ -189,6 +206,12 @@ class Estimate:
         if path is not None:
             save_figure(figure, path)
         return figure
+
+
+def _require_number(name: str, value: Any) -> None:
+    """Raise InputError where a record's entry is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputError(f"not a record of an estimate: {name} is {value!r}, not a number")
 
 
 def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ class Scaled(NamedTuple):
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
+_WANTED = (
+    "the cotangent must be a tensor of the output's shape, or a function of the output that "
+    "returns one"
+)
+
+
 class Pass(NamedTuple):
     """What one backward pass is of.
 
@@ -48,11 +54,13 @@ class Pass(NamedTuple):
 
 def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]:
     """Yield the backward passes of a batch, each made when it is asked for."""
+    if not (isinstance(cotangent, Tensor) or callable(cotangent)):
+        raise InputError(f"{_WANTED}, not {_named(cotangent)}")
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
     if isinstance(made, Scaled):
         yield Pass(made.v, _squared(made.exponent), more=False)
         return
-    several = iter([made] if isinstance(made, Tensor) else made)
+    several = _tensors(made)
     try:
         current = next(several)
     except StopIteration:
@@ -63,6 +71,21 @@ def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]
         if following is None:
             return
         current = following
+
+
+def _tensors(made: Any) -> Iterator[Tensor]:
+    """Yield the cotangents that were made, one or several; InputError where one is no tensor."""
+    several = [made] if isinstance(made, Tensor) else made
+    if not isinstance(several, Iterable):
+        raise InputError(f"{_WANTED}: it returned {_named(several)}")
+    for v in several:
+        if not isinstance(v, Tensor):
+            raise InputError(f"{_WANTED}: it gave {_named(v)}")
+        yield v
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,8 @@ class ModelView:
 
         Raises InputError or ModelError where it is none that can be measured.
         """
-        return cls(weakref.ref(unwrap(model)), output, in_dim, out_dim)
+        axes = [_axis("in_dim", in_dim), _axis("out_dim", out_dim)]
+        return cls(weakref.ref(unwrap(model)), output, *axes)
 
     def renewed(self) -> ModelView:
         """Return the view of the model as it is now: other parameters may require grad."""
@@ -255,6 +256,13 @@ class ModelView:
     def batch(self, x: Any, count: int, batched: Sequence[int] | None = None) -> Batch:
         """Return the inputs of ``count`` samples so that samples can be picked (see `Batch`)."""
         return Batch(x, count, self.in_dim, batched)
+
+
+def _axis(name: str, given: Any) -> int:
+    """Return the number of an axis, or raise InputError naming it."""
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise InputError(f"{name}={given!r} is no number of an axis: give an integer, such as 0")
+    return given.__index__()
 
 
 def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:

@@ -32,7 +32,7 @@ class TaskAlarm:
     Attributes:
         tasks: ended so far.
         by_accuracy: the alarm by accuracy.
-        by_value: the alarm by local redundancy.
+        by_value: the alarm by local redundancy, which counts tasks from where its values began.
 
     Raises:
         InputError: ``guess`` is no share.
@@ -45,6 +45,7 @@ class TaskAlarm:
         self.by_accuracy, self.by_value = Alarm(BY_ACCURACY, guess), Alarm(BY_REDUNDANCY)
         self._accuracies: list[float] = []
         self._readings = 0
+        self._tasks_before_values = 0
 
     def end_task(self, accuracy: float | None, value: Callable[[], float | None]) -> str | None:
         """Count a task, and ring if it is time to.
@@ -55,20 +56,22 @@ class TaskAlarm:
 
         Returns:
             What the alarm says, which is a warning as well; None where it does not ring.
+
+        Raises:
+            InputError: the accuracy is no share, and the task does not count.
         """
+        if accuracy is not None:
+            self._accuracies.append(_share(accuracy))
         task = self.tasks
         self.tasks += 1
-        if accuracy is not None:
-            if not 0 <= accuracy <= 1:
-                raise InputError(f"accuracy={accuracy}: give a share between 0 and 1")
-            self._accuracies.append(float(accuracy))
         if self.tasks % EVERY:
             return None
         if accuracy is not None:
             width = tasks_of_trailing_mean(BY_ACCURACY.signal)
             recent = float(trailing_mean(np.array(self._accuracies), width)[-1])
             return self._ring(self.by_accuracy, task, recent, f"after task {task + 1}")
-        return self._ring(self.by_value, task, value(), f"after task {task + 1}")
+        since = task - self._tasks_before_values
+        return self._ring(self.by_value, since, value(), f"after task {task + 1}")
 
     def take_reading(self, value: float) -> str | None:
         """Take a reading of a training that has no tasks, whose unit is the reading."""
@@ -78,6 +81,11 @@ class TaskAlarm:
         self._readings += 1
         where = f"at reading {reading + 1}"
         return self._ring(self.by_value, reading, value, where, _OF_READINGS)
+
+    def begin_values_anew(self) -> None:
+        """Forget local redundancy so far; the next tasks or readings are those to compare with."""
+        self.by_value = Alarm(BY_REDUNDANCY)
+        self._readings, self._tasks_before_values = 0, self.tasks
 
     def _ring(
         self, alarm: Alarm, at: int, value: float | None, where: str, besides: str = ""
@@ -100,6 +108,7 @@ class TaskAlarm:
         return {
             "tasks": self.tasks,
             "readings": self._readings,
+            "tasks_before_values": self._tasks_before_values,
             "accuracies": self._accuracies,
             "by_accuracy": self.by_accuracy.state_dict(),
             "by_value": self.by_value.state_dict(),
@@ -108,6 +117,14 @@ class TaskAlarm:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self.tasks, self._readings = state["tasks"], state["readings"]
+        self._tasks_before_values = state.get("tasks_before_values", 0)  # older states have none
         self._accuracies = list(state["accuracies"])
         self.by_accuracy.load_state_dict(state["by_accuracy"])
         self.by_value.load_state_dict(state["by_value"])
+
+
+def _share(accuracy: Any) -> float:
+    """Return an accuracy as a float; InputError where it is no share."""
+    if not hasattr(accuracy, "__float__") or not 0 <= float(accuracy) <= 1:
+        raise InputError(f"accuracy={accuracy!r}: give a share between 0 and 1")
+    return float(accuracy)

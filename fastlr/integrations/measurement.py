@@ -23,7 +23,9 @@ from fastlr.display.verdict import FEWEST, PARTS, Measurement, first_and_last, v
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
 from fastlr.estimator.estimator import LocalRedundancy
-from fastlr.estimator.options import autocast_dtype
+from fastlr.estimator.identity import of_inputs, of_predictive, same_inputs, same_predictive
+from fastlr.estimator.options import autocast_dtype, require_inputs
+from fastlr.estimator.predictive import Categorical
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
 from fastlr.ghost.model_io import ModelView, unwrap
@@ -123,10 +125,7 @@ class Meter:
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if dtype != AUTO:
             dtype = autocast_dtype(dtype)
-        if not callable(getattr(inputs, "batch", None)):
-            raise InputError(
-                f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}"
-            )
+        require_inputs(inputs)
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
         self.inputs, self.n, self.measures, self.weights = (
             inputs,
@@ -194,13 +193,43 @@ class Meter:
         return reading
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs for the same bits: how many inputs at a time."""
-        return {"batch_size": self.batch_size}
+        """Return what a resumed training needs for the same bits, and what is measured.
+
+        The first is how many inputs at a time.
+        """
+        return {"batch_size": self.batch_size, "measured": self._measured()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         self.batch_size = state["batch_size"]
         self._estimator = None
+
+    def changed_since(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the names of what a `state_dict` was measured with, and this meter is not.
+
+        What cannot be told, as in states of older versions, is not among them.
+        """
+        then, now = state.get("measured"), self._measured()
+        if not then:
+            return []
+        names = [name for name in ("n", "seed", "probe") if then[name] != now[name]]
+        if same_inputs(then["inputs"], now["inputs"]) is False and not names:
+            names.append("inputs")
+        if same_predictive(then["predictive"], now["predictive"]) is False:
+            names.append("predictive")
+        return names
+
+    def _measured(self) -> dict[str, Any]:
+        """Return what tells readings that may be compared from others, as plain values."""
+        seed = self.options.get("seed", 0)
+        predictive = self.options.get("predictive")
+        return {
+            "inputs": of_inputs(self.inputs, self.n, seed),
+            "n": self.n,
+            "seed": seed,
+            "probe": self.options.get("probe", "rademacher"),
+            "predictive": of_predictive(predictive or Categorical(), None),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled without the estimator, which holds the model and its plan and is made anew."""
@@ -261,7 +290,7 @@ class Keeper:
         mode: "max" or "min".
 
     Raises:
-        InputError: an unknown mode, or a file whose folder is not there.
+        InputError: an unknown mode, a folder, or a file whose folder is not there.
     """
 
     def __init__(self, keep: Keep | None, mode: str) -> None:
@@ -273,7 +302,13 @@ class Keeper:
             raise InputError(
                 f"keep_best={self.path}: there is no folder {self.path.absolute().parent}"
             )
+        if self.path is not None and self.path.is_dir():
+            raise InputError(f"keep_best={self.path} is a folder: name a file in it")
         self.sign = 1.0 if mode == "max" else -1.0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Take the next reading for the best so far."""
         self.value = -math.inf
         self.best: Reading | None = None
 
@@ -404,10 +439,29 @@ class Integration:
         return {**self.meter.state_dict(), **course}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; those of older versions hold no readings."""
+        """Go on from a `state_dict`; those of older versions hold no readings.
+
+        Readings of other inputs, n, seed, probe or predictive are not gone on with: a warning says
+        so.
+        """
+        changed = self.meter.changed_since(state)
+        if changed:
+            self.begin_anew(changed)
+            return
         self.meter.load_state_dict(state)
         self.course = [Measurement(**reading) for reading in state.get("course", [])]
         self.compared_with = state.get("compared_with")
+
+    def begin_anew(self, changed: Sequence[str]) -> None:
+        """Begin the readings anew, with a warning that names what of the measurement changed."""
+        self.course, self.compared_with = [], None
+        warnings.warn(
+            f"the readings of the state were taken with another {', '.join(changed)}, and cannot "
+            "be compared: the verdict and the best reading begin anew; to go on with them, measure "
+            "with the same inputs, n, seed, probe and predictive",
+            FastlrWarning,
+            stacklevel=4,
+        )
 
     @property
     def best(self) -> Reading | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -192,7 +192,11 @@ class Monitor(Integration):
         return {**counts, **alarm, **self.keeper.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the `state_dict` was taken."""
+        """Go on where the `state_dict` was taken.
+
+        Where that was with other inputs, or another n, seed, probe or predictive, steps, epochs
+        and tasks go on, and readings begin anew, with a warning.
+        """
         try:
             self.steps, self.epochs = state["steps"], state["epochs"]
             self.first = dict(state.get("first", {}))  # older states have none
@@ -202,6 +206,14 @@ class Monitor(Integration):
             super().load_state_dict(state)
         except KeyError as error:
             raise InputError(f"not the state of a Monitor: {error} is missing") from None
+
+    def begin_anew(self, changed: Sequence[str]) -> None:
+        """Begin the readings anew, those of the alarm and the best one as well."""
+        super().begin_anew(changed)
+        self.first = {}
+        self.keeper.begin_anew()
+        if self.alarm is not None:
+            self.alarm.begin_values_anew()
 
 
 def _numbers(reading: Reading) -> dict[str, Any]:

@@ -347,9 +347,10 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     try:
         return function(**(arguments or {}))
     except Exception as error:
-        raise InputError(
-            f"{name}: the call failed: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        text = f"{name}: the call failed: {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, TypeError) and "'num_classes'" in text:
+            text += ": leave --classes (num_classes) out, or let the function take num_classes"
+        raise InputError(text) from error
 
 
 def usable_device(name: str, option: str) -> torch.device:

@@ -80,7 +80,7 @@ def test_target_and_own_inputs_and_gaussian(cli):
 
 
 def test_pictures_and_support(cli):
-    files = "--save-images images.png --per-layer layers.png"
+    files = "--save-images images --per-layer layers"
     out = cli(f"estimate cli_nets:net --support {BASE} {files}").out
     for name in ("images.png", "layers.png"):
         assert name in out
@@ -109,6 +109,7 @@ def test_pictures_and_support(cli):
         ("cli_nets:net --json no/such/folder/out.json", "there is no folder"),
         ("cli_nets:net --per-layer no/such/folder/out.png", "there is no folder"),
         (f"cli_nets:net {BASE} --per-layer out.nonsense", "out.nonsense"),
+        ("cli_nets:net --save-images .", "--save-images . is a folder: name a file in it"),
         ("cli_nets:net --n many", "--n"),
         ("cli_nets:net --nonsense", "--nonsense"),
         ("", "Missing argument"),
@@ -141,4 +142,7 @@ def test_version_and_help(cli):
     newcomers = ["estimate", "rank", "demo", "doctor", "bench"]
     runs = ["continual", "transfer", "memorize", "sweep"]
     assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
+    text = " ".join(cli("estimate --help").out.split())
+    assert "-m fastlr estimate ...), all share the inputs. " in text
+    assert "``" not in cli("continual --help").out
     cli(code=2)

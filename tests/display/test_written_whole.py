@@ -30,6 +30,19 @@ def test_a_disk_that_fills_leaves_no_partial_figure(tmp_path, before):
     )
 
 
+def test_a_figure_takes_a_files_name_not_a_folders(tmp_path):
+    class Blank:
+        def save(self, path):
+            Path(path).write_bytes(b"whole")
+
+    (tmp_path / "folder").mkdir()
+    with refused("folder: it is a folder; name a file in it, such as .*folder/figure.png"):
+        save_figure(Blank(), tmp_path / "folder")
+    assert not (tmp_path / "folder.png").exists()
+    assert save_figure(Blank(), tmp_path / "course") == tmp_path / "course.png"
+    assert (tmp_path / "course.png").is_file()
+
+
 def test_a_text_goes_through_a_link(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link.md").symlink_to(tmp_path / "folder/report.md")

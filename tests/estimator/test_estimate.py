@@ -403,6 +403,25 @@ def test_records():
         Estimate.from_dict({"value": 1.0})
 
 
+@mark.parametrize(
+    ("change", "words"),
+    [
+        ({"value": "a"}, "value is 'a', not a number"),
+        ({"value": None}, "value is None, not a number"),
+        ({"stderr": "a"}, "stderr is 'a', not a number"),
+        ({"n": -3}, "n must be an integer of at least 1, not -3"),
+        ({"per_sample": "a"}, "invalid data type"),
+        ({"notes": 1}, "not iterable"),
+    ],
+)
+def test_what_is_no_record_of_an_estimate(change, words):
+    record = {**estimate(mlp(3), Normal(), 3).to_dict(), **change}
+    with refused(f"not a record of an estimate: .*{words}"):
+        Estimate.from_dict(record)
+    with refused("not a record of an estimate but of type NoneType: give what"):
+        Estimate.from_dict(None)
+
+
 def test_bound():
     got = estimate(mlp(3), Normal(), 30)
     assert got.bound(0.1) == approx(0.1 * 30 * got.value)

@@ -108,6 +108,52 @@ def test_refusals_of_the_engine(measure):
         measure(folded(), torch.randn(2, 3, 9, 9))
 
 
+AXES = "='0' is no number of an axis: give an integer, such as 0"
+FUNCTION = "must be a tensor of the output's shape, or a function of the output that returns one"
+
+
+@mark.parametrize(
+    ("measure", "words"),
+    [
+        (lambda m: fastlr.estimate(m, TensorInputs(X), 8, in_dim="0"), f"in_dim{AXES}"),
+        (lambda m: fastlr.estimate(m, TensorInputs(X), 8, out_dim="0"), f"out_dim{AXES}"),
+        (lambda m: fastlr.estimate(m, TensorInputs(X), 8, in_dim=None), "in_dim=None is no"),
+        (lambda m: fastlr.support_report(m, X, in_dim="0"), f"in_dim{AXES}"),
+        (lambda m: fastlr.per_sample_grad_sq_norms(m, X, 1.0), f"{FUNCTION}, not a float"),
+        (lambda m: fastlr.per_sample_grad_sq_norms(m, X, [X]), f"{FUNCTION}, not a list"),
+        (
+            lambda m: fastlr.per_sample_grad_sq_norms(m, X, lambda z: None),
+            f"{FUNCTION}: it returned None",
+        ),
+        (
+            lambda m: fastlr.per_sample_grad_sq_norms(m, X, lambda z: [z, 1.0]),
+            f"{FUNCTION}: it gave a float",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_type(measure, words):
+    with refused(words):
+        measure(TakesX())
+
+
+@mark.parametrize("probe", ["rademacher", "batch"])
+@mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda z: z.repeat(2, 1), "returned 16 rows for 8 inputs on axis 0: return one for each"),
+        (lambda z: z.mean(0, keepdim=True), "returned 1 row for 8 inputs .* or pass out_dim="),
+    ],
+)
+def test_a_model_that_returns_another_number_of_rows(change, words, probe):
+    class Changed(TakesX):
+        def forward(self, x):
+            return change(super().forward(x))
+
+    words = words.replace("16", "4").replace(" 8 ", " 2 ") if probe == "batch" else words
+    with refused(words):
+        fastlr.estimate(Changed(), TensorInputs(X), 8, probe=probe, batch_size=8)
+
+
 @mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=str)
 def test_what_is_no_refusal_stays(error):
     model = TakesX()

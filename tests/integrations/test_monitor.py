@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from expected import refused, warned
-from integration_cases import INPUTS, N, data, network, random_states, same_bits, train
+from integration_cases import INPUTS, SHAPE, N, data, network, random_states, same_bits, train
 from pytest import mark, raises
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -241,6 +241,43 @@ def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
     assert again.course == []
 
 
+@mark.parametrize(
+    ("changed", "other"),
+    [
+        ("inputs", lambda model: Monitor(model, fastlr.NoiseImages(SHAPE), N)),
+        ("n", lambda model: Monitor(model, INPUTS, N + 1)),
+        ("seed", lambda model: Monitor(model, INPUTS, N, seed=1)),
+        ("probe", lambda model: Monitor(model, INPUTS, N, probe="sampled")),
+        ("predictive", lambda model: Monitor(model, INPUTS, N, predictive=fastlr.Gaussian())),
+    ],
+)
+def test_readings_of_another_measurement_are_not_gone_on_with(changed, other):
+    model = network()
+    meter = monitor(model, every_n_steps=1)
+    for _ in range(3):
+        meter.step()
+    state = pickle.loads(pickle.dumps(meter.state_dict()))
+    again = other(model)
+    with warned(f"taken with another {changed}, and cannot be compared"):
+        again.load_state_dict(state)
+    assert again.steps == 3
+    for _ in range(3):
+        again.measure()
+    assert again.first["value"] == again.course[0].value == again.best.value
+    assert "cannot be told yet" in again.verdict()
+    older = {key: value for key, value in state.items() if key != "measured"}
+    again.load_state_dict(older)
+    assert len(again.course) == 3
+    monitor(model).load_state_dict(state)
+
+
+def test_inputs_and_files_of_a_wrong_kind(tmp_path):
+    with refused("inputs of type Tensor have no batch.*wrap a tensor .* in fastlr.TensorInputs"):
+        Monitor(network(), data()[0])
+    with refused("keep_best=.* is a folder: name a file in it"):
+        monitor(network(), keep_best=tmp_path)
+
+
 def test_the_verdict_knows_the_networks_own_inputs():
     own = Monitor(network(), fastlr.TensorInputs(data()[0]), len(data()[0]))
     for _ in range(7):
@@ -325,8 +362,6 @@ def test_a_measurement_that_fails_does_not_end_the_training():
 def test_mistakes_show_at_once(options, match):
     with refused(match):
         monitor(network(), **options)
-    with refused("inputs must be"):
-        Monitor(network(), torch.zeros(3))
     with warned("measures only by measure") as told:
         for _ in range(2):
             idle = Monitor(network(), INPUTS)

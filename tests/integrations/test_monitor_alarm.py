@@ -1,5 +1,6 @@
 """A monitor with an alarm rings by accuracy, or by its readings where accuracy is not known."""
 
+import math
 import warnings
 
 import pytest
@@ -102,12 +103,21 @@ def test_a_resumed_monitor_rings_at_the_same_tasks():
     [
         (lambda: monitor(alarm=False).task(0.5), "alarm=True"),
         (lambda: monitor().task(50.0), "a share between 0 and 1"),
+        (lambda: monitor().task("0.5"), "accuracy='0.5': give a share between 0 and 1"),
         (lambda: monitor(guess=1.5), "the accuracy of a guess"),
     ],
 )
 def test_wrong_use_names_the_remedy(call, words):
     with refused(words):
         call()
+
+
+def test_a_task_whose_accuracy_is_refused_does_not_count():
+    watcher = monitor()
+    with refused("a share between 0 and 1"):
+        watcher.task(math.nan)
+    assert watcher.alarm.tasks == 0
+    assert watcher.alarm.state_dict()["accuracies"] == []
 
 
 def test_rules_are_read_as_their_words_say():

@@ -110,6 +110,8 @@ def test_factory_in_the_current_folder(tmp_path, monkeypatch):
         from torch import nn
         def net(num_classes=7, width=4):
             return nn.Linear(width, num_classes)
+        def fixed():
+            return nn.Linear(4, 7)
         """)
     )
     monkeypatch.chdir(tmp_path)
@@ -117,6 +119,8 @@ def test_factory_in_the_current_folder(tmp_path, monkeypatch):
     model = load_model("my_factory_for_test:net", num_classes=2, kwargs={"width": 5})
     assert model.weight.shape == (2, 5)
     assert load_model("my_factory_for_test:net").weight.shape == (7, 4)
+    with refused("leave --classes .num_classes. out, or let the function take num_classes"):
+        load_model("my_factory_for_test:fixed", num_classes=2)
     assert sys.path == before
 
 

@@ -100,6 +100,7 @@ def measure_each(
                 try:
                     estimates[name] = estimators[name].measure()
                 except NonFiniteError as error:
-                    raise NonFiniteError(f"checkpoint {path}, {label}: {error}") from error
+                    where = f"checkpoint {path}, {label}" if label else f"checkpoint {path}"
+                    raise NonFiniteError(f"{where}: {error}") from error
         measured.append(estimates)
     return measured

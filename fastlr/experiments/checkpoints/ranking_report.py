@@ -40,12 +40,13 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
         if pair is not None:
             cells = [pm(pair.difference, pair.stderr), f"{pair.z:.1f}", _p(pair.adjusted)]
         rows.append((name, str(place), pm(estimate.value, estimate.stderr), *cells))
+    pairs = "the one pair" if len(ranked.pairs) == 1 else f"all {len(ranked.pairs)} pairs"
     texts = [
         verdict(ranked),
         f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
-        "its standard error. p: two-sided by the normal distribution, Holm's correction for all "
-        f"{len(ranked.pairs)} pairs of {len(ranked.estimates)} checkpoints, as the best was found "
-        f"on the same inputs; distinguishable: p < {ranked.level:g}.",
+        "its standard error. p: two-sided by the normal distribution, Holm's correction for "
+        f"{pairs} of {len(ranked.estimates)} checkpoints, as the best was found on the same "
+        f"inputs; distinguishable: p < {ranked.level:g}.",
         "The errors are over inputs: they say how well these checkpoints are measured, not what "
         "another training would give.",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastlr.experiments.continual.options import MEMORISED
+from fastlr.experiments.continual.options import MEMORISED, RANDOM_LABELS
 from fastlr.experiments.runs.records import (
     Array,
     Record,
@@ -25,7 +25,7 @@ from fastlr.experiments.runs.records import (
     without,
 )
 
-# Between pooled runs; the data's digest may not differ.
+# Between pooled runs; the data's digest may not differ where it does not hang on the seed.
 _MAY_DIFFER = ("seed", "device", "threads", "tasks", "layout", "fused", "step", "data")
 HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table 1)
 
@@ -198,8 +198,14 @@ def read_runs(
 
 
 def _settings(run: ContinualRun, left_out: Collection[str]) -> dict[str, Any]:
-    """Return what pooled runs have in common, as far as the run tells it."""
+    """Return what pooled runs have in common, as far as the run tells it.
+
+    The pixels of random labels are drawn from the seed: their kind and number are told in place of
+    their digest.
+    """
     settings = without(run.options, left_out)
-    if run.digest is not None:
+    if run.options.get("data") == RANDOM_LABELS:
+        settings["data"] = RANDOM_LABELS
+    elif run.digest is not None:
         settings["data"] = run.digest
     return settings

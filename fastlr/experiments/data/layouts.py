@@ -179,7 +179,7 @@ def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, Cla
     This is torchvision's layout (``ImageFolder``).
     """
     classes: dict[str, ClassFiles] = {}
-    cut = len(base)
+    cut, told = len(base), base or "the source's folder"
     for folder in sorted(source.folders):
         if folder.startswith(base) and "/" not in folder[cut:]:
             classes[folder[cut:]] = ClassFiles(folder[cut:])
@@ -188,9 +188,9 @@ def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, Cla
             continue
         parts = name[cut:].split("/", 1)
         if len(parts) == 1:
-            ignored[f"{base}: in no class"] += 1
+            ignored[f"{told}: in no class"] += 1
         elif not _is_image(name):
-            ignored[f"{base}: no image by its ending"] += 1
+            ignored[f"{told}: no image by its ending"] += 1
         else:
             classes[parts[0]].train.append(source.prefix + name)
     return classes

@@ -155,6 +155,8 @@ def _cores() -> int:
 def _writing(folder: Path) -> Iterator[None]:
     """Make and lock the folder of a store; errors of its disk say what to do."""
     try:
+        if not any((folder / name).exists() for name in (LOCK, INDEX, JOURNAL)):
+            _refuse_foreign(folder)  # which gets no lock, then
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, name=LOCK):
             yield
@@ -264,6 +266,19 @@ def _check_not_empty(block: dict[str, Any], listing: Source) -> None:
             )
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """Raise InputError if a folder, where there is one, holds what is not of a store."""
+    if not folder.is_dir():
+        return
+    foreign = sorted(
+        path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS
+    )
+    if foreign:
+        raise InputError(
+            f"{folder} holds something else ({foreign[0]}): choose a new or empty folder"
+        )
+
+
 def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
     """Return the blocks that an earlier run wrote into the folder, by class.
 
@@ -279,13 +294,7 @@ def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
     elif (folder / JOURNAL).exists():
         earlier, *entries = _journal(folder / JOURNAL)
     else:
-        foreign = sorted(
-            path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS
-        )
-        if foreign:
-            raise InputError(
-                f"{folder} holds something else ({foreign[0]}): choose a new or empty folder"
-            )
+        _refuse_foreign(folder)
         plan["resize"] = plan["resize"] or "squash"
         return {}
     earlier = {"resize": "crop", **earlier}  # before there was a choice

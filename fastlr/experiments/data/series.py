@@ -80,7 +80,8 @@ def open_series(name: str, rows: int = 4000) -> Table:
     for ending in ("", ".csv"):
         if folder and name and (Path(folder) / (name + ending)).is_file():
             return read_series(Path(folder) / (name + ending))
-    where = f"FASTLR_DATA={folder} holds no {name}.csv" if folder else "FASTLR_DATA is not set"
+    file = f"{name.removesuffix('.csv')}.csv"
+    where = f"FASTLR_DATA={folder} holds no {file}" if folder else "FASTLR_DATA is not set"
     raise InputError(
         f"no series {name or '(empty name)'}: there is no such file, and {where}; give the path of "
         "a CSV file with a date column (ETT: github.com/zhouhaoyi/ETDataset), or generated"

@@ -157,16 +157,10 @@ class Run:
             FastlrError: The disk is full.
         """
         folder = Path(os.path.abspath(path))
+        before_lock(folder, _refuse_used)
         run = cls(folder, lock_folder(folder, make=True))
         try:
-            if (run.path / CONFIG).exists():
-                raise InputError(
-                    f"{run.path} holds a run: --resume goes on with it; or choose another folder"
-                )
-            leftovers = {LOCK, CONFIG + ".part"}  # of a process that was killed right here
-            if (run.path / CHECKPOINTS).is_dir() and not any((run.path / CHECKPOINTS).iterdir()):
-                leftovers.add(CHECKPOINTS)
-            refuse_other_files(run.path, leftovers)
+            _refuse_used(run.path)
             with disk_errors(run.path):
                 (run.path / CHECKPOINTS).mkdir(exist_ok=True)
             run._digest = ""
@@ -390,6 +384,27 @@ def opened(work: Callable[[], Run]) -> Run:
     path, run.config, run.records = json.loads(texts)
     run.path = Path(path)
     return run
+
+
+def before_lock(path: Path, refuse: Callable[[Path], None]) -> None:
+    """Look at a folder that has no lock yet, so that one that is refused gets no file of ours.
+
+    Raises:
+        InputError: The folder cannot be read, or as ``refuse`` does.
+    """
+    if path.is_dir() and not (path / LOCK).exists():
+        with disk_errors(path):
+            refuse(path)
+
+
+def _refuse_used(path: Path) -> None:
+    """Raise InputError if a folder holds a run or other things."""
+    if (path / CONFIG).exists():
+        raise InputError(f"{path} holds a run: --resume goes on with it; or choose another folder")
+    leftovers = {LOCK, CONFIG + ".part"}  # of a process that was killed in `Run.create`
+    if (path / CHECKPOINTS).is_dir() and not any((path / CHECKPOINTS).iterdir()):
+        leftovers.add(CHECKPOINTS)
+    refuse_other_files(path, leftovers)
 
 
 def refuse_other_files(path: Path, names: Collection[str]) -> None:

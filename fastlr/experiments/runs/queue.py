@@ -28,7 +28,7 @@ import torch
 
 from fastlr.errors import InputError
 from fastlr.experiments.runs.experiment import Driver
-from fastlr.experiments.runs.folder import refuse_other_files
+from fastlr.experiments.runs.folder import before_lock, refuse_other_files
 from fastlr.experiments.runs.integrity import CONFIG, read_files
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
@@ -54,6 +54,13 @@ class Ended:
 
     finished: tuple[str, ...]
     failed: Mapping[str, str]
+
+
+def _refuse_used(path: Path) -> None:
+    """Raise InputError if a folder holds runs or other things."""
+    if (path / MANY).exists() or (path / CONFIG).exists():
+        raise InputError(f"{path} holds runs: --resume goes on with them; or choose another folder")
+    refuse_other_files(path, {LOCK, MANY + ".part"})
 
 
 def is_many(path: str | Path) -> bool:
@@ -111,12 +118,9 @@ class Queue:
                 # What this machine has does not matter.
                 runs[name]["device"] = "cuda" if on_gpu else "cpu"
         self._check(runs)
+        before_lock(self.path, _refuse_used)
         with locked(self.path, make=True):
-            if (self.path / MANY).exists() or (self.path / CONFIG).exists():
-                raise InputError(
-                    f"{self.path} holds runs: --resume goes on with them; or choose another folder"
-                )
-            refuse_other_files(self.path, {LOCK, MANY + ".part"})
+            _refuse_used(self.path)
             return self._run(runs, {}, listening)
 
     def resume(

@@ -309,7 +309,7 @@ class LocalRedundancyCallback(BaseCallback):
         for name, monitor in self.monitors.items():
             monitor.load_state_dict(state["parts"][name])
             steps = state["course_steps"][name]
-            kept = bisect_right(steps, step)
+            kept = min(bisect_right(steps, step), len(monitor.course))
             self._course_steps[name] = steps[:kept]
             monitor.course = monitor.course[:kept]
             if monitor.compared_with is not None and monitor.compared_with[1] > kept:

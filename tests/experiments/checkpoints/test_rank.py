@@ -11,7 +11,9 @@ from pytest import approx, fixture
 from torch import nn
 
 import fastlr
+from fastlr.errors import NonFiniteError
 from fastlr.estimator.result import Estimate
+from fastlr.experiments.checkpoints.measure import measure_each
 from fastlr.experiments.checkpoints.ranking import ranking
 from fastlr.experiments.checkpoints.ranking_report import ranking_sheet, verdict
 from fastlr.experiments.data import (
@@ -108,6 +110,15 @@ def test_what_is_said_of_ties():
     text = ranking_sheet(found).markdown()
     assert "Holm's correction for all 3 pairs of 3 checkpoints" in text
     assert "n = 50 the normal distribution is doubtful" in text
+    two = ranking({"one": estimate(values), "low": estimate(values / 2)})
+    assert "correction for the one pair of 2 checkpoints" in ranking_sheet(two).markdown()
+
+
+def test_a_checkpoint_without_numbers_is_named(tmp_path):
+    model, inputs = nn.Linear(3, 2), fastlr.TensorInputs(torch.randn(4, 3))
+    torch.save({"weight": torch.full((2, 3), math.nan), "bias": torch.zeros(2)}, tmp_path / "a.pt")
+    with refused("^checkpoint .*a.pt: the model's output", NonFiniteError):
+        measure_each(model, [tmp_path / "a.pt"], {"": (inputs, 4)})
 
 
 def test_estimates_that_are_not_paired_are_refused():

@@ -131,6 +131,7 @@ def test_other_settings_or_files_are_refused(tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("precious")
     with raises(InputError, match="something else"):
         prepare(source, tmp_path / "full", size=SIZE, workers=1)
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["thesis.tex"]
     with raises(InputError, match="is no folder"):
         prepare(source, tmp_path / "full" / "thesis.tex", size=SIZE, workers=1)
 

@@ -152,6 +152,8 @@ def test_a_series_is_found_by_name(tmp_path, monkeypatch):
     )
     with refused("no series ETTm1: .* holds no ETTm1.csv"):
         open_series("ETTm1")
+    with refused("no series none.csv: .* holds no none.csv; give"):
+        open_series("none.csv")
     assert open_series("generated:3", rows=50).digest == generated_series(50, seed=3).digest
     with refused("generated:SEED"):
         open_series("generated:x")

@@ -250,6 +250,7 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
     (tmp_path / "full/file").touch()
     with refused("is not empty"):
         many.Queue(continual.DRIVER, tmp_path / "full", None).begin(runs, print)
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["file"]
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path, images, cli):

@@ -116,6 +116,7 @@ def test_folders_that_are_refused(tmp_path):
     (tmp_path / "full/thesis.tex").touch()
     with refused("not empty .*thesis.tex"):
         Run.create(tmp_path / "full", {})
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["thesis.tex"]
     Run.resume(tmp_path / "run").close()  # refusals leave no lock behind
 
 

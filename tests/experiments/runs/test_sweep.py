@@ -169,3 +169,17 @@ def test_configurations_are_not_pooled(tmp_path, cli):
     cli("cost", *tmp_path.glob("learning_rate=0.1,*"))
     (folder / "config.json").write_text(json.dumps({**config, "driver": "memorize"}))
     cli(f"report {folder} --pool", code=2, says="--pool goes with continual runs")
+
+
+def test_seeds_are_pooled_whose_pixels_are_drawn_from_the_seed(tmp_path, cli):
+    def write(data):
+        for seed in (0, 1):
+            folder = write_run(tmp_path / data / f"seed-{seed}", 30, seed=seed)
+            config = set_options(folder, data=data)
+            config["data"]["digest"] = f"pixels of seed {seed}"
+            (folder / "config.json").write_text(json.dumps(config))
+        return tmp_path / data
+
+    cli(f"report {write('random-labels')} --figures none")
+    message = "runs of 2 configurations, which are not pooled"
+    cli(f"report {write('random-labels-digits')} --figures none", code=2, says=message)

@@ -63,7 +63,7 @@ class ContinualBackprop(
         at_most=1,
         named="cbp_rate",
         about="The share of each layer's mature units that is replaced in a step; 0: off. Dohare "
-        "et al. take 3e-4 for ``dohare32``.",
+        "et al. take 3e-4 for dohare32.",
     )
     maturity: int = option(
         100, at_least=0, named="cbp_maturity", about="Steps after which a unit is mature."
@@ -79,7 +79,7 @@ class ContinualBackprop(
         True,
         named="cbp_transfer",
         about="Let the mean contribution of a replaced unit go to the bias of what reads it; "
-        "``no``: as in Nature.",
+        "no: as in Nature.",
     )
     kind_of_layer = _Layer
     layers: Sequence[_Layer]

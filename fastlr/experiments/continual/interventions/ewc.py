@@ -88,8 +88,8 @@ class EWC(
         0.0,
         at_least=0,
         named="ewc",
-        about="Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - "
-        "theta*)^2``; 0: off. Not in train_loss.",
+        about="Strength lambda of elastic weight consolidation, lambda / 2 F (theta - "
+        "theta*)^2; 0: off. Not in train_loss.",
     )
     decay: float = option(
         0.95,

@@ -43,7 +43,7 @@ class RedundancyFloor(Intervention, name="redundancy_floor", source="here"):
         0.1,
         at_least=0,
         named="floor_strength",
-        about="Of the penalty ``floor_strength * log(redundancy_floor / running mean)``.",
+        about="Of the penalty floor_strength * log(redundancy_floor / running mean).",
     )
     samples: int = option(32, at_least=1, named="floor_images", about="Synthetic images a step.")
 

@@ -40,7 +40,7 @@ class SpectralRegularisation(
         0.0,
         at_least=0,
         named="spectral",
-        about="Strength of spectral regularisation, ``(sigma^k - 1)^2`` a layer; 0: off. Not in "
+        about="Strength of spectral regularisation, (sigma^k - 1)^2 a layer; 0: off. Not in "
         "train_loss.",
     )
     power: int = option(2, at_least=1, about="The exponent k of the largest singular value.")
