@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.torch_private import tree_map_only
@@ -37,8 +38,8 @@ class TensorInputs(Inputs):
     keep theirs.
 
     Raises:
-        InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in
-            ``batch``) more samples than there are.
+        InputError: no tensor, no samples, a sparse or nested one or one without values, lengths
+            that differ, or (in ``batch``) more samples than there are.
 
     >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
     torch.Size([4, 3])
@@ -158,6 +159,7 @@ class TensorInputs(Inputs):
         for name, value in _leaves(tensors):
             if not isinstance(value, Tensor):
                 continue
+            refuse_unreadable(value, f"tensor {name or 'x='}")
             require_pickable(value, f"tensor {name or 'x='}")
             if not -value.ndim <= self.in_dim < value.ndim:
                 raise InputError(
