@@ -38,8 +38,8 @@ class TensorInputs(Inputs):
     keep theirs.
 
     Raises:
-        InputError: no tensor, no samples, a sparse or nested one or one without values, lengths
-            that differ, or (in ``batch``) more samples than there are.
+        InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in
+            ``batch``) more samples than there are, or a tensor without values.
 
     >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
     torch.Size([4, 3])
@@ -159,7 +159,6 @@ class TensorInputs(Inputs):
         for name, value in _leaves(tensors):
             if not isinstance(value, Tensor):
                 continue
-            refuse_unreadable(value, f"tensor {name or 'x='}")
             require_pickable(value, f"tensor {name or 'x='}")
             if not -value.ndim <= self.in_dim < value.ndim:
                 raise InputError(
@@ -227,6 +226,7 @@ def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
 
 def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
+    refuse_unreadable(tensor, "an input tensor")
     return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
 
