@@ -133,7 +133,8 @@ def _of_arguments(model: nn.Module, x: Any, error: Exception) -> str | None:
         return (
             f"The inputs are {len(x)} positional arguments, but forward takes "
             f"({_parameters(model)}): where a data set's items are (input, label), pass "
-            "fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone"
+            "fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone; of a loader "
+            "take the inputs: (x for x, _ in loader)"
         )
     return None
 

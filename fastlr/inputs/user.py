@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.torch_private import tree_map_only
@@ -38,7 +39,7 @@ class TensorInputs(Inputs):
 
     Raises:
         InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in
-            ``batch``) more samples than there are.
+            ``batch``) more samples than there are, or a tensor without values.
 
     >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
     torch.Size([4, 3])
@@ -225,6 +226,7 @@ def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
 
 def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
+    refuse_unreadable(tensor, "an input tensor")
     return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.padding import refuse_padding
 from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
+from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch
 from fastlr.metrics.rank import Spectrum
@@ -311,7 +312,7 @@ def _observe(
             batch = view.inputs(batch)
             refuse_padding(batch)
             batches += 1
-            with watch.watching():
+            with refusals(view, batch), watch.watching():
                 result = call(module, batch)
                 chosen = select_output(result, output) if ranks and layer is None else None
             if ranks:
@@ -326,6 +327,8 @@ def _observe(
 
 def _batches(x: Any) -> Iterable[Any]:
     """Return the batches of x: itself alone, unless it is an iterable of batches."""
+    if isinstance(x, (tuple, list, dict)) and not x:
+        raise InputError(f"x is an empty {type(x).__name__}: give inputs, or batches of them")
     if isinstance(x, (Tensor, tuple, list, dict, Mapping)) or not isinstance(x, Iterable):
         return [x]
     return x

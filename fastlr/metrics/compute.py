@@ -126,8 +126,6 @@ def measures(
 
 def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state: Any) -> None:
     """Raise InputError unless all names are known and what they need is there."""
-    if isinstance(names, str):
-        raise InputError(f"measures must be a list of names: [{names!r}]")
     check_known(names, MEASURES)
     gradients = [name for name in names if name in (*GRADIENTS, NOISE_SCALE)]
     data = [name for name in names if name not in OF_PARAMETERS and name != "distance_from_init"]

@@ -14,7 +14,7 @@ from fastlr.errors import FastlrWarning, InputError, NonFiniteError
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import Batch
+from fastlr.ghost.batch import Batch, along
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
@@ -22,8 +22,9 @@ from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locks_model
-from fastlr.ops.torch_private import tree_flatten, tree_map
+from fastlr.ops.torch_private import tree_leaves, tree_map
 
+_TOGETHER = 8  # samples of parts of one that the loss is asked for together
 MEASURES = _PER_SAMPLE, BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
     _PER_SAMPLE: "training gradient norm, per sample: mean over samples of "
@@ -61,7 +62,9 @@ def train_grad_norm(
             ``reduction="none"``. The elements of a sample (tokens, target elements) are **summed**.
             Outputs in half precision are given to it in float32. The loss of a sample must depend
             on its own output and labels alone: it is asked again with the samples in other company.
-            A weight by place that it closes over goes with ``batch_size=None`` alone.
+            A weight by place that it closes over goes with ``batch_size=None`` alone. With
+            ``batch_size=1`` it is asked for a few samples together; a single sample in all has no
+            company, and only what is random is found.
         batch_size: at most so many samples in one pass; default all.
         output: picks the output tensor from what the model returns, as in
             `fastlr.per_sample_grad_sq_norms`.
@@ -73,8 +76,8 @@ def train_grad_norm(
         samples, None for n = 1).
 
     Raises:
-        InputError: ``loss`` gives one number for several samples, mixes samples (negatives or
-            statistics of the batch), is random, or is not differentiable in the output; empty or
+        InputError: ``loss`` fails, gives one number for several samples, mixes samples (negatives
+            or statistics of the batch), is random, or is not differentiable in the output; empty or
             mismatched batch. NonFiniteError: loss or gradient not finite. ModelError and its kinds:
             as for `fastlr.per_sample_grad_sq_norms`.
 
@@ -230,8 +233,7 @@ def gradient_noise_scale(
         True
     """
     groups = checked_count("groups", groups)
-    labels = next((t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim), None)
-    n = 0 if labels is None else len(labels)
+    n = _labelled(y)
     if groups < 2 or n < 2 * groups:
         raise InputError(
             f"groups={groups} of {n} samples: give at least two groups, of two samples or more each"
@@ -311,10 +313,15 @@ def _parts(
     parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
+    singles: dict[int, tuple[Tensor, Any]] = {}
     with as_it_was(view.module, view.device), uncompiled():
-        for part, labels, whole in _chunks(x, y, batch_size, view.in_dim):
+        for number, (part, labels, whole) in enumerate(_chunks(x, y, batch_size, view.in_dim)):
 
-            def own(z: Tensor, labels: Any = labels, whole: bool = whole) -> Tensor:
+            def own(
+                z: Tensor, labels: Any = labels, whole: bool = whole, number: int = number
+            ) -> Tensor:
+                if not whole and number < _TOGETHER and view.sample_count(z) == 1:
+                    singles[number] = z.detach().clone(), labels
                 return losses.own_gradient(z, labels, whole=whole)
 
             norms, grads, size = None, None, 0
@@ -329,7 +336,11 @@ def _parts(
                 checked = whole or norms is not None
                 v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
                 grads = _gradient(z, parameters, v)
+            if number + 1 == _TOGETHER == len(singles):
+                losses.require_no_company(list(singles.values()))
             yield _Part(norms, grads, size)
+        if 1 < len(singles) < _TOGETHER:
+            losses.require_no_company(list(singles.values()))
 
 
 def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tuple[Any, Any, bool]]:
@@ -338,12 +349,13 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
         yield x, y, True
         return
     size = checked_count("batch_size", batch_size)
-    labels = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim]
-    if not labels:
+    total = _labelled(y)
+    if not along(x, total, in_dim):
+        shapes = [tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor)]
         raise InputError(
-            "batch_size= needs y as a tensor with samples along axis 0; leave batch_size out"
+            f"y has length {total}, but no input of shapes {shapes} has as many along "
+            f"in_dim={in_dim}: give labels of each input, samples along axis 0"
         )
-    total = len(labels[0])
     batch = Batch(x, total, in_dim)
     parts = -(-total // size)
     # Parts of equal size: a small rest might take another path.
@@ -356,6 +368,17 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
             return t
 
         yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1
+
+
+def _labelled(y: Any) -> int:
+    """Return the number of samples that have labels, to measure them in parts."""
+    labels = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.ndim]
+    if not labels:
+        raise InputError(
+            "samples are measured in parts by the labels of each, but y is of type "
+            f"{type(y).__name__}: give a tensor with samples along axis 0, as by torch.as_tensor(y)"
+        )
+    return len(labels[0])
 
 
 def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ gradient. So the loss is asked again with the samples in other company.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
-from fastlr.ghost.model_io import sample_count
+from fastlr.ghost.model_io import FAILURES, sample_count
 from fastlr.ghost.state import BufferKeeper, put_back
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import hooks_of_all_modules, tree_flatten, tree_leaves, tree_map
+from fastlr.ops.torch_private import (
+    hooks_of_all_modules,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -34,6 +41,7 @@ _SMALL = 1 << 14  # elements of an output whose samples are asked for until ever
 _SINGLE = 32  # samples at most that are among copies of themselves alone
 _OF_LARGE = 3  # splits of the samples of larger outputs, and samples alone
 _FEWEST, _AGAIN = 6, 2  # splits: at least, of a loss that has passed
+_ALONE = 3  # times that the loss of a single sample is asked again
 _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 # Relative difference of gradients that is taken for rounding, by the digits that they have.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
@@ -96,25 +104,34 @@ class SampleLosses:
         """Put back the buffers that a loss with a state writes to, after its backward pass."""
         return put_back(BufferKeeper().keep(self.modules, with_attributes=True))
 
-    def gradient(self, z: Tensor, y: Any) -> Tensor:
+    def gradient(self, z: Tensor, y: Any, *, whole: bool = True) -> Tensor:
         """Return the gradient of the losses' sum at the output z, in float32 at least.
 
+        Args:
+            z: output.
+            y: labels.
+            whole: these are all samples.
+
         Raises:
-            InputError: One number for several samples, or losses that do not depend on the output
-                by autograd.
-            NonFiniteError: A loss is infinite or not a number.
+            InputError: Labels that are too few or without values, a loss that fails, one number for
+                several samples, or losses that do not depend on the output by autograd.
+            NonFiniteError: A loss or its gradient is infinite or not a number.
         """
+        samples = sample_count(z, self.out_dim)
+        _check_labels(y, samples)
         z, y = _fitted(z, y)
         leaf = z.requires_grad_()
-        samples = sample_count(z, self.out_dim)
         with self.state_kept(), torch.enable_grad():
-            values = self.losses(leaf, y)
-            if not isinstance(values, Tensor) or (values.numel() == 1 and samples > 1):
-                kind = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-                raise InputError(
-                    f"the loss gave {kind} for {samples} samples: it must return the losses of the "
-                    "samples, unreduced, such as F.cross_entropy(output, y, reduction='none')"
-                )
+            try:
+                values = self.losses(leaf, y)
+            except FAILURES as error:
+                if isinstance(error, FastlrError) or out_of_memory(error):
+                    raise
+                raise _refusal(error, y, samples, whole) from error
+            if not isinstance(values, Tensor):
+                raise _reduced(f"a {type(values).__name__}", samples)
+            if values.ndim == 0 and samples > 1:
+                raise _reduced("one number", samples)
             if values.requires_grad and not bool(values.isfinite().all()):
                 raise NonFiniteError(
                     "a loss is not finite: check the labels and the model's output"
@@ -125,6 +142,13 @@ class SampleLosses:
                 "the loss does not depend on the output by autograd: do not detach or use .item() "
                 "in it"
             )
+        if not bool(gradient.isfinite().all()):
+            raise NonFiniteError(
+                "the gradient of a loss is not finite, though the loss is (a square root at "
+                "zero?): add a small number under the root, or measure other samples"
+            )
+        if values.numel() == 1 and _samples_moved(gradient, self.out_dim) > 1:
+            raise _reduced("one number", samples)  # of an axis; a sample that is kept moves its own
         return gradient
 
     def own_gradient(self, z: Tensor, y: Any, *, whole: bool) -> Tensor:
@@ -140,18 +164,33 @@ class SampleLosses:
         Raises:
             InputError: The loss mixes samples, or is random. Others: as for `gradient`.
         """
+        gradient = self.gradient(z, y, whole=whole)
+        if not self._known(z, y):
+            company = _Company(self, *_fitted(z, y), gradient)
+            company.require_the_same_again()
+            if company.count > 1:
+                company.require_none(whole=whole)
+        return gradient
+
+    def require_no_company(self, singles: Sequence[tuple[Tensor, Any]]) -> None:
+        """Raise InputError where the losses of single samples mix samples that come together.
+
+        A loss that reduces several samples to one number, or fails on them, may be right for single
+        ones: it passes.
+
+        Args:
+            singles: output and labels of each.
+        """
+        outputs, labels = zip(*singles, strict=True)
+        if len({z.shape for z in outputs}) > 1:
+            return
+        z, y = torch.cat(outputs, self.out_dim), _joined(labels)
         try:
             gradient = self.gradient(z, y)
-        except Exception as error:
-            if whole or isinstance(error, FastlrError) or out_of_memory(error):
-                raise
-            raise InputError(
-                f"the loss fails on a part of the samples ({first_line(error)}): pass weights that "
-                "it holds by place as a part of y"
-            ) from error
-        if z.shape[self.out_dim] > 1 and not self._known(z, y):
-            _Company(self, *_fitted(z, y), gradient).require_none(whole=whole)
-        return gradient
+        except FastlrError:
+            return
+        if not self._known(z, y):
+            _Company(self, *_fitted(z, y), gradient).require_none(whole=False)
 
     def _known(self, z: Tensor, y: Any) -> bool:
         """Return True for a loss of torch's whose elements are known to be of a sample each."""
@@ -187,17 +226,22 @@ class _Company:
         self.count = z.shape[self.axis]
         self.times = _record(self.key).get(z.shape, 0)
 
+    def require_the_same_again(self) -> None:
+        """Raise InputError where the same samples give another gradient."""
+        for _ in range(1 if self.count > 1 else _ALONE):
+            if not self._same(self.gradient, self._asked(self.z, self.y)):
+                raise InputError(_RANDOM)
+
     def require_none(self, *, whole: bool) -> None:
         """Raise InputError unless the company of a sample does not matter."""
         several = not self.times and self._a_loss_is_of_several()
         axes = [] if several else list(filter(self._same_in_any_order, self._label_axes()))
-        if axes and not self.times and self._chosen_by_place(axes[0]):
-            raise InputError(_OF_ANOTHER)
+        if axes and not self.times:
+            self._require_none_chosen_by_place(axes[0])
         if axes and (whole or self._same_in_other_numbers()):
             _record(self.key)[self.z.shape] = self.times + 1
             return
-        if not self._same(self.gradient, self._asked(self.z, self.y)):
-            raise InputError(_RANDOM)
+        self.require_the_same_again()
         raise InputError(_OF_A_PLACE if axes else _MIXES)
 
     # -- the losses one by one
@@ -207,26 +251,30 @@ class _Company:
         """Return True if one of the losses depends on the outputs of several samples."""
         return any(len(places) > 1 for places in self._places_of_losses().values())
 
-    def _chosen_by_place(self, label_axis: int | None) -> bool:
-        """Return True if there are as many losses as samples, of which two are of one place.
+    def _require_none_chosen_by_place(self, label_axis: int | None) -> None:
+        """Raise InputError for as many losses as samples, two of one place, or one loss of a place.
 
         They are so with other samples there, too. Where a loss leaves out elements, and as many
-        stay as there are samples, they go with the samples instead.
+        stay as there are samples, or one, they go with the samples instead.
         """
         with self.state_kept(), torch.no_grad():
-            if self.losses(self.z, self.y).numel() != self.count:
-                return False
+            number = self.losses(self.z, self.y).numel()
+        if number not in (1, self.count):
+            return
         moved = self._in_other_places(label_axis)
         there = {} if moved is None else moved._places_of_losses()
         here = self._places_of_losses()
         fixed = [places[0] for loss, places in here.items() if places == there.get(loss)]
-        return len(set(fixed)) < len(fixed)
+        if number == 1 and fixed:
+            raise _reduced("one number", self.count)
+        if len(set(fixed)) < len(fixed):
+            raise InputError(_OF_ANOTHER)
 
     def _places_of_losses(self) -> dict[int, list[int]]:
         """Return the places of the samples on whose outputs each loss depends, by the loss' number.
 
         They are found for the largest loss and for some others, by one backward pass each. Those
-        whose gradient is zero are left out.
+        whose gradient is zero, or not a number, are left out.
         """
         found: dict[int, list[int]] = {}
         with self.state_kept(), torch.enable_grad():
@@ -234,11 +282,12 @@ class _Company:
             losses = self.losses(leaf, self.y).flatten()
             for number in self._some(losses) if losses.requires_grad else ():
                 gradient = _grad(losses[number], leaf, retain=True)
-                if gradient is None or not bool(gradient.any()):
+                if gradient is None:
                     continue
-                sizes = gradient.movedim(self.axis, 0).reshape(self.count, -1).abs().amax(1)
+                sizes = _sizes(gradient, self.axis)
                 places = (sizes > _rounding(self.gradient) * sizes.amax()).nonzero()
-                found[number] = places.flatten().tolist()
+                if len(places):
+                    found[number] = places.flatten().tolist()
         return found
 
     def _some(self, losses: Tensor) -> list[int]:
@@ -418,6 +467,66 @@ class _Company:
         off = (other - self.gradient).abs().nan_to_num(posinf=0.0)
         most = _NOISE * float(self.gradient.abs().max())
         return Noise(allowed=MARGIN * off.clamp(max=most), own=False)
+
+
+def _check_labels(y: Any, samples: int) -> None:
+    """Raise InputError for labels without values, or fewer than samples; one may be for all."""
+    for leaf in tree_leaves(y):
+        if isinstance(leaf, Tensor):
+            refuse_unreadable(leaf, "a tensor of y")
+    if isinstance(y, Tensor) and 1 < y.numel() < samples:
+        raise InputError(_other_length(y, samples))
+
+
+def _other_length(y: Tensor, samples: int) -> str:
+    return (
+        f"y has shape {list(y.shape)} for {samples} samples: give labels of each input, samples "
+        "along axis 0"
+    )
+
+
+def _refusal(error: Exception, y: Any, samples: int, whole: bool) -> InputError:
+    """Return the error for what a loss raises: its own words, and what to look at first."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(y)):
+        remedy = f"y is of type {type(y).__name__}: give a tensor, as by torch.as_tensor(y)"
+    elif isinstance(y, Tensor) and y.ndim and samples not in y.shape:
+        remedy = _other_length(y, samples)
+    else:
+        remedy = (
+            "give y as it takes labels: classes as integers from 0 on (y.long()), other targets as "
+            "floats in the shape of the output"
+        )
+        if not whole:
+            remedy += "; pass weights that it holds by place as a part of y"
+    of = "" if whole else "a part of "
+    said = f"{type(error).__name__}: {first_line(error)[:200]}"
+    return InputError(f"the loss fails on {of}the samples ({said}): {remedy}")
+
+
+def _reduced(kind: str, samples: int) -> InputError:
+    return InputError(
+        f"the loss gave {kind} for {samples} samples: it must return the losses of the samples, "
+        "unreduced, such as F.cross_entropy(output, y, reduction='none')"
+    )
+
+
+def _samples_moved(gradient: Tensor, axis: int) -> int:
+    """Return how many samples have a gradient other than zero."""
+    return int(_sizes(gradient, axis).count_nonzero())
+
+
+def _sizes(gradient: Tensor, axis: int) -> Tensor:
+    """Return the largest entry of each sample's gradient, without its sign."""
+    return gradient.movedim(axis, 0).reshape(gradient.shape[axis], -1).abs().amax(1)
+
+
+def _joined(labels: Sequence[Any]) -> Any:
+    """Return the labels of samples together; what all share stays as it is."""
+    joined, spec = tree_flatten(labels[0])
+    for place, leaves in enumerate(zip(*map(tree_leaves, labels), strict=True)):
+        if leaves[0] is not leaves[1]:
+            joined[place] = torch.cat(leaves)
+    return tree_unflatten(joined, spec)
 
 
 def _record(loss: Any) -> dict[torch.Size, int]:

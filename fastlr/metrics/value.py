@@ -9,7 +9,9 @@ from fastlr.errors import InputError
 
 
 def check_known(names: Collection[str], known: Collection[str]) -> None:
-    """Raise InputError unless the names of measures are among those known."""
+    """Raise InputError unless these are names of measures, among those known."""
+    if isinstance(names, str):
+        raise InputError(f"measures must be a list of names: [{names!r}]")
     if unknown := [name for name in names if name not in known]:
         raise InputError(f"unknown measures {unknown}: choose from {list(known)}")
 

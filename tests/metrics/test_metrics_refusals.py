@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from metrics_models import PlainCNN, Residual, data, labels, made
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fastlr
 from fastlr.errors import InputError, ModelError, NonFiniteError
@@ -40,6 +41,8 @@ OF_ACTIVATIONS = (dormant_ratio, effective_rank, feature_rank)
 of_state = partial(distance_from_init, RESIDUAL)
 of_small = partial(trainability, SMALL, ROWS)
 of_losses = partial(train_grad_norm, MODEL, X, Y)
+of_labels = partial(train_grad_norm, MODEL, X, loss=F.cross_entropy)
+noise_scale = partial(fastlr.gradient_noise_scale, MODEL, X, loss=F.cross_entropy)
 capacity = partial(fastlr.memorization_capacity, SMALL, ROWS)
 
 CALLS = [
@@ -64,6 +67,14 @@ CALLS = [
     *((InputError, "empty", partial(of, MODEL, X[:0])) for of in OF_ACTIVATIONS),
     *((InputError, "no batches", partial(of, MODEL, iter([]))) for of in OF_ACTIVATIONS),
     *((InputError, "x must be", partial(of, MODEL, 3)) for of in OF_ACTIVATIONS),
+    *((InputError, "empty list", partial(of, MODEL, [])) for of in OF_ACTIVATIONS),
+    (
+        InputError,
+        r"\(x for x, _ in loader\)",
+        lambda: dormant_ratio(MODEL, DataLoader(TensorDataset(X, Y))),
+    ),
+    (InputError, "does not run on.*Give inputs", lambda: dormant_ratio(SMALL, torch.randn(4, 7))),
+    (InputError, "float64.*convert", lambda: effective_rank(MODEL, X.double())),
     *((ModelError, "no parameters", partial(of, nn.ReLU(), ROWS)) for of in OF_ACTIVATIONS),
     (NonFiniteError, r"act \(relu\) are not finite", lambda: dormant_ratio(DIVERGED, X)),
     (NonFiniteError, "go into head", lambda: effective_rank(DIVERGED, X)),
@@ -93,6 +104,18 @@ CALLS = [
         lambda: of_losses(lambda z, t: z.detach().sum(1)),
     ),
     (NonFiniteError, "a loss is not finite", lambda: of_losses(lambda z, t: z.sum(1) * math.inf)),
+    (InputError, "one number for 5 samples", lambda: of_losses(lambda z, t: z.mean((0, 1))[None])),
+    (InputError, "one number for 5 samples", lambda: of_losses(lambda z, t: z[:1, 0])),
+    (NonFiniteError, "square root", lambda: of_losses(lambda z, t: (z - z).sum(1).sqrt())),
+    (InputError, r"y has shape \[3\] for 5", lambda: of_labels(Y[:3])),
+    (InputError, r"y has shape \[10\] for 5", lambda: of_labels(Y.repeat(2))),
+    (InputError, "y has length 3.*each input", lambda: of_labels(Y[:3], batch_size=2)),
+    (InputError, "fails on the samples .*Long.*classes as int", lambda: of_labels(Y.float())),
+    (InputError, "part of the samples .*out of bounds", lambda: of_labels(Y + 9, batch_size=2)),
+    (InputError, "of type list.*torch.as_tensor", lambda: of_labels(Y.tolist())),
+    (InputError, "of type ndarray.*torch.as_tensor", lambda: of_labels(Y.numpy())),
+    (InputError, "of type list.*torch.as_tensor", lambda: noise_scale(Y.tolist())),
+    (InputError, "a tensor of y is on meta", lambda: of_labels(Y.to("meta"))),
     (InputError, "loss must be a function", lambda: of_losses("mse")),
     (InputError, "instance of a loss, not MSELoss", lambda: of_losses(nn.MSELoss)),
     (InputError, "batch_size must be", lambda: of_losses(F.cross_entropy, batch_size=0)),
@@ -100,6 +123,11 @@ CALLS = [
         InputError,
         "unknown measures",
         lambda: gradient_measures(MODEL, X, Y, F.cross_entropy, measures=["gradient"]),
+    ),
+    (
+        InputError,
+        r"a list of names: \['train_grad_norm'\]",
+        lambda: gradient_measures(MODEL, X, Y, F.cross_entropy, measures="train_grad_norm"),
     ),
     (InputError, "steps", lambda: of_small(steps=0)),
     (InputError, "repeats", lambda: of_small(repeats=0)),

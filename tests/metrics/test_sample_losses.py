@@ -484,6 +484,52 @@ def test_a_single_sample_has_no_company():
     assert got == approx(wanted, rel=1e-9)
 
 
+@mark.parametrize("samples", [2, 5, 9])
+@mark.parametrize("name", ["InfoNCE", "by its mean, detached", "softmax over the samples"])
+def test_the_loss_of_parts_of_one_is_asked_for_some_together(name, samples):
+    model, x, y = made(samples)
+    for measure in ("train_grad_norm", "train_grad_norm_batch"):
+        with refused("mixes samples"):
+            metrics.gradient_measures(model, x, y, MIXING[name], measures=[measure], batch_size=1)
+
+
+def test_single_samples_with_a_loss_of_their_own():
+    """Labels of all of them that are no samples', and losses of their places."""
+    model, x, y = made()
+    target = y, torch.rand(CLASSES).double()
+
+    def weighted(z, t):
+        return t[1][t[0]] * entropy(z, t[0])
+
+    wanted = metrics.train_grad_norm(model, x, target, weighted)
+    assert metrics.train_grad_norm(model, x, target, weighted, batch_size=1) == approx(wanted)
+    with refused("depends on its place"):
+        metrics.train_grad_norm(
+            model, x, y, lambda z, t: WEIGHTS[: len(z)] * entropy(z, t), batch_size=1
+        )
+
+
+@mark.parametrize("size", [None, 1])
+def test_the_loss_of_a_single_sample_is_asked_again(size):
+    calls = iter(range(1, 100))
+    for samples in (1, 3):
+        model, x, y = made(samples)
+        for loss in (
+            lambda z, t: entropy(z + 0.1 * torch.randn_like(z), t),
+            lambda z, t: entropy(z, t) * next(calls),
+        ):
+            with refused("draws random numbers, or keeps something"):
+                metrics.train_grad_norm(model, x, y, loss, batch_size=size)
+
+
+@mark.parametrize("size", [None, 1, 2, 3, 8])
+def test_a_loss_may_keep_one_sample_of_a_part_or_none(size):
+    model, x, _ = made()
+    y = torch.tensor([-100, -100, 1, 2, -100, -100, -100, 3])
+    wanted = metrics.train_grad_norm(model, x, y, F.cross_entropy)
+    assert metrics.train_grad_norm(model, x, y, of_some_tokens, batch_size=size) == approx(wanted)
+
+
 def test_a_loss_of_its_own_parameters_alone():
     model, x, y = made()
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
