@@ -28,12 +28,7 @@ from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.verification.copies import Subject
-from fastlr.ghost.verification.prover import (
-    ALL_SCALES,
-    LARGEST_OF_NARROW_DTYPES,
-    SMALL_SCALES,
-    require_scaling,
-)
+from fastlr.ghost.verification.prover import require_scaling, scales_of
 from fastlr.ghost.verification.record import Ledger
 
 
@@ -158,7 +153,7 @@ def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, plan_is_new: bool) -> S
         NonlinearBackwardError: a hook of a parameter clips gradients, or adds to them.
     """
     batch = batch_of(chunk)
-    if any(p._backward_hooks for p in chunk.view.parameters.values()):
+    if chunk.view.has_hooked_parameters:
         _require_hooks_to_scale(chunk, batch, sample, v)
     audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
     if audit.has_its_output(chunk.z.detach()):
@@ -179,16 +174,13 @@ def _require_hooks_to_scale(chunk: Chunk, batch: Batch, sample: int, v: Tensor) 
     The proof requires it of a copy of the model, which has no such hooks.
     """
     view = chunk.view
-    narrow = any(
-        torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in chunk.graph.float_dtypes()
-    )
-    exponents = SMALL_SCALES if narrow else ALL_SCALES
+    exponents, close = scales_of(chunk.graph.float_dtypes())
     own = view.row(v, sample)
     cotangents = [own, *(own * 2.0**exponent for exponent in exponents)]
     samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
     norms, *scaled = map(torch.stack, samples.run(sample, cotangents).norms)
     at_scales = dict(zip(exponents, scaled, strict=True))
-    require_scaling(norms, at_scales, 0.05 if narrow else 1e-6)
+    require_scaling(norms, at_scales, close)
 
 
 def audited(

@@ -114,14 +114,6 @@ class Engine:
         """The proofs for the model as the last call found it."""
         return self._current.ledger
 
-    @property
-    def _hooked_parameters(self) -> bool:
-        """Return True if hooks of parameters may change their gradients.
-
-        Rules do not take such hooks.
-        """
-        return any(p._backward_hooks for p in self.parameters.values())
-
     def _flags(self) -> tuple:
         """Return the model's flags of now (see fastlr.ghost.known)."""
         model, kind = self.model, self.view.device.type
@@ -371,7 +363,7 @@ class Engine:
 
     def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:
         """Run a random sample of the batch beside a copy of itself, if an audit is due."""
-        hooks_may_change_gradients = chunk.flags.hooked or self._hooked_parameters
+        hooks_may_change_gradients = chunk.flags.hooked or self.view.has_hooked_parameters
         is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
         if not chunk.needs_rules or not is_due:
             return None
@@ -480,7 +472,7 @@ class Engine:
 
         So they may where all goes by rules that were proven, and nothing has to be looked at.
         """
-        if self.audits.failed or self._hooked_parameters or plan.structure.unproven:
+        if self.audits.failed or self.view.has_hooked_parameters or plan.structure.unproven:
             return False
         proofs = plan.flags.ledger.parameters.values()
         by_rules = all(p.route == "zero" or (p.route == "rule" and p.is_settled) for p in proofs)

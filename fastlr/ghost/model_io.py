@@ -245,6 +245,11 @@ class ModelView:
         with self.graphs_without_saved_tensors():
             return self.forward(x).detach()
 
+    @property
+    def has_hooked_parameters(self) -> bool:
+        """True if hooks of parameters may change their gradients: rules do not take such hooks."""
+        return any(p._backward_hooks for p in self.parameters.values())
+
     def sample_count(self, z: Tensor) -> int:
         """Return the number of samples in an output (see `sample_count`)."""
         return sample_count(z, self.out_dim)

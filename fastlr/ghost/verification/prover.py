@@ -361,10 +361,8 @@ def _exact_norms(
     cotangent does.
     """
     out_dim, parameters = trial.view.out_dim, trial.subject.parameters
-    narrow = any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes)
-    exponents: tuple[int, ...] = ()
-    if trial.subject.is_copy:
-        exponents = SMALL_SCALES if narrow else ALL_SCALES
+    scales, close = scales_of(dtypes)
+    exponents = scales if trial.subject.is_copy else ()
     pair_else_alone_else_all = 2, 1, trial.count
     samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
     by_sample: list[Tensor] = []  # [parameters] each
@@ -388,8 +386,18 @@ def _exact_norms(
             f"the gradient of parameter {list(parameters)[bad]} is not finite on {trial.count} "
             "samples of the inputs"
         )
-    require_scaling(by_sample[0], first_at_scales, 0.05 if narrow else 1e-6)
+    require_scaling(by_sample[0], first_at_scales, close)
     return _Truth(dict(zip(parameters, table, strict=True)), alone)
+
+
+def scales_of(dtypes: Collection[torch.dtype]) -> tuple[tuple[int, ...], float]:
+    """Return exponents of two to scale cotangents by, and what difference is rounding then.
+
+    Args:
+        dtypes: of the graph.
+    """
+    narrow = any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes)
+    return (SMALL_SCALES, 0.05) if narrow else (ALL_SCALES, 1e-6)
 
 
 def require_scaling(norms: Tensor, at_scales: Mapping[int, Tensor], close: float) -> None:
