@@ -1,6 +1,7 @@
 """An input with a row for each sample: is it the samples' own, or shared by all of them?"""
 
 import torch
+from exact import truth
 from pytest import mark, raises, warns
 from torch import nn
 
@@ -51,9 +52,5 @@ def test_a_memory_with_as_many_rows_as_samples_is_shared_and_said_to_be(double):
     x, memory, v = torch.randn(BATCH, 5), torch.randn(BATCH, 4), torch.randn(BATCH, 3)
     with warns(FastlrWarning, match=r"shape \(16, 4\) has as many rows as there are samples"):
         found = fastlr.per_sample_grad_sq_norms(model, (x, memory), v)
-    alone = []
-    for j in range(BATCH):
-        out = model(x[[j, j]], memory)[0] @ v[j]
-        gradients = torch.autograd.grad(out, list(model.parameters()))
-        alone.append(sum(g.square().sum() for g in gradients))
-    torch.testing.assert_close(found, torch.stack(alone), rtol=1e-12, atol=0.0)
+    alone = truth(model, (x, memory), v, shared=(1,)).total
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=0.0)
