@@ -8,7 +8,9 @@ from pytest import approx, mark
 from bench import frozen
 
 FROZEN = Path(frozen.__file__).parent / "results/cpu/frozen"
-CLOSE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2}  # of values on another processor
+# How close another processor comes. Networks and the statistics of their batch norms are made in
+# float32 and cast, so float64 is no closer than float32's rounding of them (PatchTST: 1.6e-8).
+CLOSE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 5e-2}
 
 
 @mark.long
