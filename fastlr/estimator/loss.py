@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastlr.errors import FastlrWarning, InputError, ModelError
+from fastlr.errors import InputError, ModelError, warn
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
@@ -189,12 +188,10 @@ def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:
         )
     jumps = [name for name in names if f"{name}Backward0".startswith(tuple(_JUMPS))]
     if jumps:
-        warnings.warn(
+        warn(
             f"the local redundancy of this model jumps where a unit of {', '.join(jumps)} "
             "switches, and the gradient of redundancy_loss does not see the jumps: its value is "
-            "right, its slope the smooth part's (GELU, SiLU, tanh and average pooling have none)",
-            FastlrWarning,
-            stacklevel=3,
+            "right, its slope the smooth part's (GELU, SiLU, tanh and average pooling have none)"
         )
 
 

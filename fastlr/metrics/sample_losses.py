@@ -151,6 +151,18 @@ class SampleLosses:
             raise _reduced("one number", samples)  # of an axis; a sample that is kept moves its own
         return gradient
 
+    def gradient_of_all(self, z: Tensor, y: Any) -> Tensor:
+        """Return `gradient` of all samples, which may mix, where the loss is not random.
+
+        Raises:
+            InputError: The loss gives another gradient when it is asked again. Others: as for
+                `gradient`.
+        """
+        gradient = self.gradient(z, y)
+        if not self._known(z, y):
+            _Company(self, *_fitted(z, y), gradient).require_the_same_again()
+        return gradient
+
     def own_gradient(self, z: Tensor, y: Any, *, whole: bool) -> Tensor:
         """Return `gradient` where each loss depends on its own sample alone.
 

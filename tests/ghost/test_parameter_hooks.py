@@ -4,6 +4,7 @@ import torch
 from pytest import fixture, mark, raises
 from single_samples import truth
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import fastlr
 from fastlr.errors import NonlinearBackwardError
@@ -37,11 +38,53 @@ def test_linear_ones_are_measured(name, double, model):
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=0.0)
 
 
+@mark.parametrize("name", LINEAR)
+def test_linear_ones_are_measured_of_a_single_sample(name, double, model):
+    model[0].weight.register_hook(LINEAR[name])
+    x, v = torch.randn(1, 5), torch.randn(1, 3)
+    alone = truth(model, (x,), v)
+    for _ in range(2):
+        found = fastlr.per_sample_grad_sq_norms(model, x, v)
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=0.0)
+
+
+@mark.parametrize("samples", [1, BATCH])
 @mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @mark.parametrize("name", NONLINEAR)
-def test_others_are_refused(name, dtype, model):
+def test_others_are_refused(name, dtype, samples, model):
     model.to(dtype)[0].weight.register_hook(NONLINEAR[name])
-    x, v = torch.randn(BATCH, 5).to(dtype), torch.randn(BATCH, 3).to(dtype)
+    x, v = torch.randn(samples, 5).to(dtype), torch.randn(samples, 3).to(dtype)
     for _ in range(2):
         with raises(NonlinearBackwardError, match="a hook that clips them"):
             fastlr.per_sample_grad_sq_norms(model, x, v)
+
+
+def test_one_that_comes_later_is_refused_of_a_single_sample(model):
+    x, v = torch.randn(1, 5), torch.randn(1, 3)
+    fastlr.per_sample_grad_sq_norms(model, x, v)
+    handle = model[0].weight.register_hook(NONLINEAR["clip"])
+    with raises(NonlinearBackwardError, match="a hook that clips them"):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    handle.remove()
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=1e-5, atol=0.0
+    )
+
+
+@mark.parametrize("name", NONLINEAR)
+@mark.parametrize("probe", ["rademacher", "batch"])
+def test_others_are_refused_by_estimates_of_single_samples(name, probe, model):
+    model[0].weight.register_hook(NONLINEAR[name])
+    inputs = fastlr.TensorInputs(torch.randn(4, 5))
+    with raises(NonlinearBackwardError, match="a hook that clips them"):
+        fastlr.estimate(model, inputs, 4, batch_size=1, probe=probe)
+
+
+@mark.parametrize("name", NONLINEAR)
+@mark.parametrize("batch_size", [None, 1])
+def test_others_are_refused_for_the_gradient_of_the_whole_batch(name, batch_size, model):
+    model[0].weight.register_hook(NONLINEAR[name])
+    x, y = torch.randn(BATCH, 5), torch.randint(3, (BATCH,))
+    batch_gradient = {"measures": ["train_grad_norm_batch"], "batch_size": batch_size}
+    with raises(NonlinearBackwardError, match="a hook that clips them"):
+        fastlr.metrics.gradient_measures(model, x, y, cross_entropy, **batch_gradient)

@@ -252,6 +252,18 @@ def test_the_whole_batch_has_a_gradient_where_samples_mix():
     )
 
 
+def test_the_loss_of_the_whole_batch_may_not_be_random():
+    model, x, y = made()
+
+    def dropped(z, y):
+        return entropy(nn.functional.dropout(z), y)
+
+    with refused("draws random numbers"):
+        metrics.gradient_measures(model, x, y, dropped, measures=["train_grad_norm_batch"])
+    with refused("draws random numbers"):
+        metrics.measures(model, ["train_grad_norm_batch"], x=x, y=y, loss=dropped)
+
+
 class Focal(nn.Module):
     """A loss with a reduction of its own."""
 
