@@ -6,7 +6,7 @@ It runs beside a copy of itself, as the model is: the stage "Audited" of docs/tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -194,6 +194,28 @@ def _require_hooks_to_scale(chunk: Chunk, batch: Batch, sample: int, v: Tensor) 
     norms, *scaled = map(torch.stack, samples.run(sample, cotangents).norms)
     at_scales = dict(zip(exponents, scaled, strict=True))
     require_scaling(norms, at_scales, close)
+
+
+def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters whose hooks give another gradient than they are given.
+
+    No rule takes these hooks, and an audited sample may be one that they leave as it is (one that
+    keeps positive numbers alone). So they are given random numbers.
+    """
+    return [name for name, p in parameters.items() if p._backward_hooks and _hooks_change(p)]
+
+
+def _hooks_change(p: Tensor) -> bool:
+    given = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p)
+    gradient = given.clone()
+    try:
+        with torch.no_grad():
+            for hook in (p._backward_hooks or {}).values():
+                returned = hook(gradient)
+                gradient = gradient if returned is None else returned
+    except FAILURES:  # it takes no such gradient
+        return True
+    return not torch.equal(gradient, given)
 
 
 def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:

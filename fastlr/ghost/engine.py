@@ -15,7 +15,13 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import InputError, NonFiniteError, few, first_line, warn
 from fastlr.ghost import program
-from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, require_hooks_to_scale
+from fastlr.ghost.auditor import (
+    SampleAudit,
+    audited,
+    begin_audit,
+    changed_by_hooks,
+    require_hooks_to_scale,
+)
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.batch import along, copied, times_written
 from fastlr.ghost.cotangents import Cotangent, Pass, passes
@@ -366,6 +372,8 @@ class Engine:
         if not chunk.needs_rules:
             require_hooks_to_scale(self.view, chunk.z, v)
             return None
+        if self.view.has_hooked_parameters:
+            self._send_hooked_to_loop(chunk)
         hooks_may_change_gradients = chunk.flags.hooked or self.view.has_hooked_parameters
         is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
         if not is_due:
@@ -373,6 +381,12 @@ class Engine:
         with self.audits.timed():
             sample = self.audits.draw(chunk.count)
             return begin_audit(chunk, sample, v, plan_is_new=plan.is_new)
+
+    def _send_hooked_to_loop(self, chunk: Chunk) -> None:
+        """Have the loop measure the parameters whose hooks change their gradients."""
+        measured_by_rules = set(chunk.graph.parameters.values()) - chunk.ledger.loop
+        changed = changed_by_hooks({name: self.parameters[name] for name in measured_by_rules})
+        chunk.ledger.to_loop(changed, "a hook of it changes its gradients")
 
     def _norms(
         self, chunk: Chunk, plan: Plan, one: Pass, audit: SampleAudit | None = None

@@ -669,3 +669,14 @@ def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audi
     with raises(fastlr.InteractionError, match="samples interact"):
         engine.run((torch.randn(32, 5), torch.rand(32, 5)), torch.ones(32, 3))
     assert engine.known.comparisons == 1
+
+
+def test_parameters_without_elements():
+    def joined(m, x):
+        return torch.cat([m.a(x), m.none(x), x[:, :0] @ m.empty], 1)
+
+    parts = {"a": nn.Linear(5, 3), "none": nn.Linear(5, 0), "empty": nn.Parameter(torch.ones(0, 2))}
+    model, x = Written(joined, **parts).double(), torch.randn(4, 5, dtype=torch.float64)
+    v = torch.randn(4, 5, dtype=torch.float64)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v)
+    assert_close(got, truth(model, (x,), v))

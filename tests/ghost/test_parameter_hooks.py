@@ -59,6 +59,18 @@ def test_others_are_refused(name, dtype, samples, model):
             fastlr.per_sample_grad_sq_norms(model, x, v)
 
 
+@mark.parametrize("samples", [2, 4])
+def test_one_that_leaves_some_samples_as_they_are_is_measured_for_the_others(samples, double):
+    """The audited sample may be one whose gradient is positive, which the hook keeps."""
+    model = nn.Linear(5, 1, bias=False)
+    model.weight.register_hook(lambda g: g.clamp(min=0))
+    x, v = torch.rand(samples, 5), torch.ones(samples, 1)
+    v[::2] = -1
+    for _ in range(2):
+        found = fastlr.per_sample_grad_sq_norms(model, x, v)
+        torch.testing.assert_close(found, (x * v).clamp(min=0).square().sum(1))
+
+
 def test_one_that_comes_later_is_refused_of_a_single_sample(model):
     x, v = torch.randn(1, 5), torch.randn(1, 3)
     fastlr.per_sample_grad_sq_norms(model, x, v)
