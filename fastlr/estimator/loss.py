@@ -14,6 +14,7 @@ from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of
+from fastlr.ghost.auditor import require_hooks_to_add
 from fastlr.ghost.graph import walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
@@ -128,6 +129,7 @@ def redundancy_loss(
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device), uncompiled():
         refuse_interaction(view, x)
+        require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), refusals(view, x):
             own = buffers | _copies_of_written(view)
             z = select_output(call_with(view.module, own, x), output)

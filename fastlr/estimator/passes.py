@@ -18,7 +18,7 @@ from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.auditor import require_hooks_to_scale
+from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import along, copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
@@ -256,6 +256,7 @@ class Passes:
             stop - start
         )
         require_hooks_to_scale(self.view, z, v)
+        require_hooks_to_add(self.view)
         parameters = self.engine.parameters
         table = batch_sq_norms(parameters, z, v, stop - start)
         return ChunkNorms(list(parameters), table, dict.fromkeys(parameters, "batch gradient"))

@@ -13,7 +13,7 @@ from fastlr.errors import InputError, NonFiniteError, warn
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.auditor import require_hooks_to_scale
+from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import Batch, along
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
@@ -387,9 +387,10 @@ def _gradient(view: ModelView, z: Tensor, v: Tensor) -> list[Tensor]:
     """Return the gradient of <v, z> in float64; z and v have the output's shape.
 
     v is scaled to unit size in the backward pass, so that half precision keeps its bits. So hooks
-    of parameters must scale as it does.
+    of parameters must scale as it does, and gradients of parts add up to that of all.
     """
     require_hooks_to_scale(view, z, v)
+    require_hooks_to_add(view)
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)
     parameters = list(view.parameters.values())

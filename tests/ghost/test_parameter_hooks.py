@@ -71,6 +71,20 @@ def test_one_that_leaves_some_samples_as_they_are_is_measured_for_the_others(sam
         torch.testing.assert_close(found, (x * v).clamp(min=0).square().sum(1))
 
 
+@mark.parametrize("samples", [2, 4])
+def test_one_that_does_not_add_is_refused_where_a_batch_stands_for_its_samples(samples, model):
+    model[0].weight.register_hook(lambda g: g.clamp(min=0))
+    x, y = torch.randn(samples, 5), torch.randint(3, (samples,))
+    with raises(NonlinearBackwardError, match="hook of parameter 0.weight does not give"):
+        fastlr.redundancy_loss(model, x)
+    with raises(NonlinearBackwardError, match="hook of parameter 0.weight does not give"):
+        fastlr.metrics.gradient_measures(
+            model, x, y, cross_entropy, measures=["train_grad_norm_batch"]
+        )
+    with raises(NonlinearBackwardError, match="hook of parameter 0.weight does not give"):
+        fastlr.estimate(model, fastlr.TensorInputs(x), samples, probe="batch", batch_size=2)
+
+
 def test_one_that_comes_later_is_refused_of_a_single_sample(model):
     x, v = torch.randn(1, 5), torch.randn(1, 3)
     fastlr.per_sample_grad_sq_norms(model, x, v)
