@@ -17,7 +17,7 @@ from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
-from fastlr.ghost.api import engine_of
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import along, copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
@@ -248,6 +248,8 @@ class Passes:
             two = self.inputs(few.start, few.stop)
             with self.autocast():
                 self.engine.run(two, self.cotangent(few, two, "sampled"))
+                if self.engine.ledger.loop:
+                    refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):

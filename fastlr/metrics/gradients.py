@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, NonFiniteError, warn
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
-from fastlr.ghost.api import engine_of
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import Batch, along
 from fastlr.ghost.model_io import ModelView, OutputSelector
@@ -241,6 +241,9 @@ def gradient_noise_scale(
         )
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
+    if engine_of(view).ledger.loop:
+        with as_it_was(view.module, view.device), uncompiled():
+            refuse_mixed_gradients(engine_of(view), view.inputs(x))
     of_groups = _Groups(parts)
     everything = torch.arange(len(parts))
     trace, square = of_groups.trace_and_square(everything)
