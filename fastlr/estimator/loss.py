@@ -119,12 +119,7 @@ def redundancy_loss(
             probe == "sampled"
         )
         raise InputError(f"probe={probe!r}{why}; choose 'rademacher' or 'exact'")
-    if reduction not in ("mean", "none"):
-        raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
-    if predictive is not None and not isinstance(predictive, Predictive):
-        raise InputError(
-            f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
-        )
+    _check_arguments(reduction, predictive)
     view = ModelView.of(model, output)
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
@@ -152,11 +147,20 @@ def redundancy_loss(
         with _second_derivatives_named(view):
             norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
             values = torch.stack(norms).sum(0)
-            if is_new and values.requires_grad:
-                torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
+            if is_new:
+                _differentiate_once_more(values, parameters)
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
+
+
+def _check_arguments(reduction: Any, predictive: Any) -> None:
+    if reduction not in ("mean", "none"):
+        raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
+    if predictive is not None and not isinstance(predictive, Predictive):
+        raise InputError(
+            f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
+        )
 
 
 def refuse_interaction(view: ModelView, x: Any) -> bool:
@@ -179,6 +183,12 @@ def refuse_interaction(view: ModelView, x: Any) -> bool:
         refuse_mixed_gradients(found[0], x)
         known[shapes] = found
     return is_new
+
+
+def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Raise what the caller's own backward pass would raise."""
+    if values.requires_grad:
+        torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
 
 
 @contextmanager

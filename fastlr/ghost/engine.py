@@ -372,9 +372,10 @@ class Engine:
         if not chunk.needs_rules:
             require_hooks_to_scale(self.view, chunk.z, v)
             return None
-        if self.view.has_hooked_parameters:
+        parameters_are_hooked = self.view.has_hooked_parameters
+        if parameters_are_hooked:
             self._send_hooked_to_loop(chunk)
-        hooks_may_change_gradients = chunk.flags.hooked or self.view.has_hooked_parameters
+        hooks_may_change_gradients = chunk.flags.hooked or parameters_are_hooked
         is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
         if not is_due:
             return None
