@@ -9,9 +9,9 @@ verdict by one rule, digests of runs, refusals of tensors without values, checks
 bits in the interpreter, borders, kernels compiled ahead and compared once a machine), models by
 name, and inputs fitted on the data; that of tests' from 282,000, for the predicted time of a GPU,
 the calibration of the bound, models of Hugging Face by name, and what is compiled ahead and kept.
-Both were raised by what a review of the last two found, and by guards: hooks of parameters, gradients
-that mix samples within their batch, second derivatives, formulas dearer than the loop. The goals are 247,900 for fastlr and
-263,552 for tests.
+Both were raised by what a review of the last two found, and by guards: hooks of parameters,
+gradients that mix samples within their batch, second derivatives, formulas dearer than the loop.
+The goals are 247,900 for fastlr and 263,552 for tests.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
