@@ -121,6 +121,7 @@ def redundancy_loss(
         raise InputError(f"probe={probe!r}{why}; choose 'rademacher' or 'exact'")
     _check_arguments(reduction, predictive)
     view = ModelView.of(model, output)
+    _refuse_scripts(view.module)
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
@@ -160,6 +161,17 @@ def _check_arguments(reduction: Any, predictive: Any) -> None:
     if predictive is not None and not isinstance(predictive, Predictive):
         raise InputError(
             f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
+        )
+
+
+def _refuse_scripts(model: torch.nn.Module) -> None:
+    """Refuse scripted modules: they run with no copies of buffers in place of their own."""
+    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise ModelError(
+            f"module {scripted[0] or '(root)'} is scripted or traced by torch.jit, which "
+            "redundancy_loss does not take: give the module that it was made from, or measure with "
+            "fastlr.estimate"
         )
 
 

@@ -336,6 +336,12 @@ def test_an_operation_that_cannot_be_differentiated_twice_is_named(double):
             fastlr.redundancy_loss(model, torch.randn(3, 4))
 
 
+def test_scripted_modules_are_named(double):
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.Tanh())
+    with refused("module 0 is scripted or traced by torch.jit", ModelError):
+        fastlr.redundancy_loss(model, torch.randn(3, 4))
+
+
 def test_nodes_without_a_second_derivative_are_named(double, monkeypatch):
     """A node without a second derivative is named in the error.
 
