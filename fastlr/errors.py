@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -70,6 +72,18 @@ class Interrupted(FastlrError):
 
 class FastlrWarning(UserWarning):
     """Something a user should know, such as a slower exact route being taken."""
+
+
+# Their frames may lie between a user's line and the code of fastlr that it has called.
+_NOT_THE_USERS = {"fastlr", "torch", "contextlib"}
+
+
+def warn(text: str) -> None:
+    """Warn with a `FastlrWarning` that names the user's line, however deep in fastlr this is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, FastlrWarning, stacklevel=level)
 
 
 def one_line(error: BaseException) -> str:

@@ -5,13 +5,11 @@ Chunks are run, replayed as CUDA graphs, and halved where memory runs out.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from fastlr.distributed.sharding import ALONE, Team
-from fastlr.errors import FastlrWarning, ModelError, first_line
+from fastlr.errors import ModelError, first_line, warn
 from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.capture import CudaRecorder
 from fastlr.estimator.cuda_graph import Replays
@@ -199,11 +197,9 @@ class Chunks:
             torch.cuda.empty_cache()
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"out of memory with {size} inputs in a chunk ({failure}): going on with "
-                f"{self.size}; pass batch_size={self.size} to start there",
-                FastlrWarning,
-                stacklevel=5,
+                f"{self.size}; pass batch_size={self.size} to start there"
             )
         self.notes.append(f"out of memory with {size} inputs in a chunk: went on with {self.size}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
-from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.errors import InputError, ModelError, NonFiniteError, warn
 from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.identity import of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
@@ -217,7 +216,7 @@ class LocalRedundancy:
             "may be wrong"
         )
         self.chunks.note(text)
-        warnings.warn(text, FastlrWarning, stacklevel=4)
+        warn(text)
         return run
 
     def _run(self, members: Team) -> _Run:

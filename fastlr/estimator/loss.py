@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from fastlr.errors import FastlrWarning, InputError, ModelError
+from fastlr.errors import FastlrError, InputError, ModelError, first_line, warn
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
-from fastlr.ghost.api import engine_of
-from fastlr.ghost.graph import walk
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
+from fastlr.ghost.auditor import require_hooks_to_add
+from fastlr.ghost.graph import dense, walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
 from fastlr.ghost.parameter_writes import written_parameters
@@ -24,6 +26,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ops.compiled_parts import uncompiled
+from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.philox import check_seed
@@ -35,7 +38,7 @@ _JUMPS = (
     "Hardswish Hardtanh LeakyRelu MaxBackward MaxPool Maximum Min Prelu Relu Rrelu Softshrink "
     "Sort Threshold Topk"
 ).split()
-_ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused".split()
+_ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
 # model -> shapes of inputs -> the engine and the program by which its samples are apart
 _looked_at = weakly_by_module()
@@ -116,20 +119,17 @@ def redundancy_loss(
             probe == "sampled"
         )
         raise InputError(f"probe={probe!r}{why}; choose 'rademacher' or 'exact'")
-    if reduction not in ("mean", "none"):
-        raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
-    if predictive is not None and not isinstance(predictive, Predictive):
-        raise InputError(
-            f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
-        )
+    _check_arguments(reduction, predictive)
     view = ModelView.of(model, output)
+    _refuse_scripts(view.module)
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device), uncompiled():
-        refuse_interaction(view, x)
-        with sdpa_kernel(SDPBackend.MATH), Unfused(), refusals(view, x):
+        is_new = refuse_interaction(view, x)
+        require_hooks_to_add(view)
+        with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
             own = buffers | _copies_of_written(view)
             z = select_output(call_with(view.module, own, x), output)
         _look_at(z, view.parameters)
@@ -145,28 +145,92 @@ def redundancy_loss(
                 -1, *[1] * (z.ndim - 1)
             )
             columns = [v * sign for v in columns]
-        norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
-        values = torch.stack(norms).sum(0)
+        with _second_derivatives_named(view):
+            norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
+            values = torch.stack(norms).sum(0)
+            if is_new:
+                _differentiate_once_more(values, parameters)
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
 
 
-def refuse_interaction(view: ModelView, x: Any) -> None:
+def _check_arguments(reduction: Any, predictive: Any) -> None:
+    if reduction not in ("mean", "none"):
+        raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
+    if predictive is not None and not isinstance(predictive, Predictive):
+        raise InputError(
+            f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
+        )
+
+
+def _refuse_scripts(model: torch.nn.Module) -> None:
+    """Refuse scripted modules: they run with no copies of buffers in place of their own."""
+    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise ModelError(
+            f"module {scripted[0] or '(root)'} is scripted or traced by torch.jit, which "
+            "redundancy_loss does not take: give the module that it was made from, or measure with "
+            "fastlr.estimate"
+        )
+
+
+def refuse_interaction(view: ModelView, x: Any) -> bool:
     """Have the engine prove a model that was not proven before, and refuse interaction.
 
-    The model is in eval mode already; its program or the shapes of its inputs are new.
+    The model is in eval mode already.
+
+    Returns:
+        Whether its program or the shapes of its inputs are new, so that it was looked at.
 
     Raises:
-        ModelError: Its samples interact, or what else makes the gradients of samples meaningless,
-            by name.
+        ModelError: Its samples interact, in the forward pass or in the backward pass, or what else
+            makes the gradients of samples meaningless, by name.
     """
     shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
     found = engine_of(view), fingerprint(view.module)
     known = _looked_at.setdefault(view.module, {})
-    if known.get(shapes) != found:
-        found[0].prove(x)
+    is_new = known.get(shapes) != found
+    if is_new:
+        refuse_mixed_gradients(found[0], x)
         known[shapes] = found
+    return is_new
+
+
+def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Raise what the caller's own backward pass would raise."""
+    if values.requires_grad:
+        torch.autograd.grad(values.sum(), parameters, retain_graph=True, allow_unused=True)
+
+
+@contextmanager
+def _second_derivatives_named(view: ModelView) -> Iterator[None]:
+    """Turn what an operation without a second derivative raises into an error that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            raise
+        _looked_at[view.module].clear()  # it is refused in the next call, too
+        raise ModelError(
+            f"the model cannot be differentiated twice ({first_line(error)[:200]}): replace that "
+            "operation, or measure with fastlr.estimate, which needs one derivative"
+        ) from error
+
+
+class PlainWeightNorm(TorchFunctionMode):
+    """Run weight normalisation by plain operations: torch's own has a wrong second derivative."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        return _plain_weight_norm(*args, **(kwargs or {}))
+
+
+def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _copies_of_written(view: ModelView) -> dict[str, Tensor]:
@@ -185,16 +249,15 @@ def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:
     if once:
         raise ModelError(
             f"{', '.join(once)} cannot be differentiated twice: build the recurrent layer from "
-            "torch.nn.LSTMCell or GRUCell on this device, or measure it with fastlr.estimate"
+            "torch.nn.LSTMCell or GRUCell on this device (a weight norm within a script from plain "
+            "operations), or measure it with fastlr.estimate"
         )
     jumps = [name for name in names if f"{name}Backward0".startswith(tuple(_JUMPS))]
     if jumps:
-        warnings.warn(
+        warn(
             f"the local redundancy of this model jumps where a unit of {', '.join(jumps)} "
             "switches, and the gradient of redundancy_loss does not see the jumps: its value is "
-            "right, its slope the smooth part's (GELU, SiLU, tanh and average pooling have none)",
-            FastlrWarning,
-            stacklevel=3,
+            "right, its slope the smooth part's (GELU, SiLU, tanh and average pooling have none)"
         )
 
 
@@ -203,7 +266,8 @@ def sample_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of each <z_b, v_b>, [B, *shape] for each parameter.
 
-    None for a parameter that has no part. They take B backward passes, by vmap.
+    None for a parameter that has no part. They take B backward passes: by vmap, or one by one where
+    an operation does not go by it (sparse gradients, group norm differentiated twice).
     """
     rows = (
         torch.eye(len(z), dtype=z.dtype, device=z.device).view(len(z), len(z), *[1] * (z.ndim - 1))
@@ -213,9 +277,17 @@ def sample_gradients(
         "create_graph": create_graph,
         "retain_graph": True,
         "allow_unused": True,
-        "is_grads_batched": True,
     }
-    return list(torch.autograd.grad(z, parameters, rows, **options))
+    try:
+        return list(torch.autograd.grad(z, parameters, rows, is_grads_batched=True, **options))
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+    by_sample = [torch.autograd.grad(z, parameters, row, **options) for row in rows]
+    return [
+        None if gradients[0] is None else torch.stack(list(map(dense, gradients)))
+        for gradients in zip(*by_sample, strict=True)
+    ]
 
 
 def _sq_norms(z: Tensor, parameters: Sequence[Tensor], v: Tensor, of_samples: bool) -> Tensor:
@@ -230,8 +302,8 @@ def _sq_norms(z: Tensor, parameters: Sequence[Tensor], v: Tensor, of_samples: bo
     unit = (v * power_of_two(-exponent)).to(z.dtype)
     if of_samples:
         grads = sample_gradients(z, parameters, unit, create_graph=True)
-        norms = [g.double().square().flatten(1).sum(1) for g in grads if g is not None]
+        norms = [g.double().square().reshape(len(g), -1).sum(1) for g in grads if g is not None]
     else:
         whole = torch.autograd.grad(z, parameters, unit, create_graph=True, allow_unused=True)
-        norms = [g.double().square().sum() for g in whole if g is not None]
+        norms = [dense(g).double().square().sum() for g in whole if g is not None]
     return torch.stack(norms).sum(0) * power_of_two(2 * exponent)

@@ -5,7 +5,6 @@ They make the inputs, their cotangents, and the norms.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
-from fastlr.ghost.api import engine_of
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
+from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import along, copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
@@ -232,12 +232,10 @@ class Passes:
         shared = shared_inputs(x, count, carriers, self.options.in_dim)
         names = [name for name, has_a_row_a_sample in shared if has_a_row_a_sample]
         if count > 1 and names:
-            warnings.warn(
+            warn(
                 f"every sample uses all {count} rows of {names[0]} of a chunk, as in f(x) @ "
                 "g(y).T (CLIP's logits_per_image): the value depends on batch_size. Fix that input "
-                "in the model, by functools.partial, say, and measure the others",
-                FastlrWarning,
-                stacklevel=2,
+                "in the model, by functools.partial, say, and measure the others"
             )
 
     def batch_gradient(self, start: int, stop: int) -> ChunkNorms:
@@ -250,6 +248,8 @@ class Passes:
             two = self.inputs(few.start, few.stop)
             with self.autocast():
                 self.engine.run(two, self.cotangent(few, two, "sampled"))
+                if self.engine.ledger.loop:
+                    refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):
@@ -257,6 +257,8 @@ class Passes:
         v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (
             stop - start
         )
+        require_hooks_to_scale(self.view, z, v)
+        require_hooks_to_add(self.view)
         parameters = self.engine.parameters
         table = batch_sq_norms(parameters, z, v, stop - start)
         return ChunkNorms(list(parameters), table, dict.fromkeys(parameters, "batch gradient"))
@@ -298,12 +300,10 @@ def _are_no_shares(output: Tensor) -> bool:
 def warn_of_sigmoid(predictive: Any) -> None:
     """Warn that the outputs are probabilities, where the distribution takes logits."""
     if isinstance(predictive, (Categorical, Bernoulli)):
-        warnings.warn(
+        warn(
             f"the outputs look like those of a sigmoid, probabilities, but {predictive!r} takes "
             "logits, so the value is another, far too low: leave out the model's last sigmoid, "
-            "with predictive=fastlr.Bernoulli(), whose labels are 1 with probability sigmoid(z)",
-            FastlrWarning,
-            stacklevel=2,
+            "with predictive=fastlr.Bernoulli(), whose labels are 1 with probability sigmoid(z)"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 from fastlr.estimator.identity import same_inputs, same_predictive
 from fastlr.estimator.statistics import Moments, count, in_unit, ratio
 
@@ -271,12 +270,10 @@ def _require_same(a: Estimate, b: Estimate) -> None:
         if same is None:
             doubts.append(f"{what} ({left}; {right}), known by {beyond} alone")
     if doubts:
-        warnings.warn(
+        warn(
             f"that both estimates have the same of these cannot be told: {'; '.join(doubts)}. "
             "The difference is paired only if they are; measure both with the same objects, or "
-            "give the inputs as fastlr.TensorInputs of tensors",
-            FastlrWarning,
-            stacklevel=3,
+            "give the inputs as fastlr.TensorInputs of tensors"
         )
 
 

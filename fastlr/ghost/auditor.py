@@ -5,14 +5,16 @@ It runs beside a copy of itself, as the model is: the stage "Audited" of docs/tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from fastlr.errors import NonlinearBackwardError
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import SingleSamples
-from fastlr.ghost.graph import exact_grads
+from fastlr.ghost.fallback import Beside, SingleSamples
+from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
 from fastlr.ghost.planner import (
@@ -23,6 +25,7 @@ from fastlr.ghost.planner import (
     let_a_proof_name_the_culprit,
 )
 from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.runtime import clock
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
@@ -52,11 +55,22 @@ class SampleAudit:
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.tolerance = norm_tolerance(view, ledger, v.device)
-        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
-        own = samples.run(sample, [view.row(v, sample)])
+        own = self._beside_a_copy()
         self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
+
+    def _beside_a_copy(self) -> Beside:
+        """Run the sample beside a copy of itself, forward and backward."""
+        forward, parameters = forward_of(self.view, self.batch), self.view.parameters
+        samples = SingleSamples(forward, self.view.out_dim, parameters)
+        return samples.run(self.sample, [self.view.row(self.v, self.sample)])
+
+    def seconds_of_a_pass(self) -> float:
+        """Return what the sample's forward and backward pass takes. The first one warms up."""
+        begun = clock(self.v.device)
+        self._beside_a_copy()
+        return clock(self.v.device) - begun
 
     def has_its_output(self, output: Tensor) -> bool:
         """Return True if the sample's row of the batch's output is the one beside its copy."""
@@ -181,6 +195,86 @@ def _require_hooks_to_scale(chunk: Chunk, batch: Batch, sample: int, v: Tensor) 
     norms, *scaled = map(torch.stack, samples.run(sample, cotangents).norms)
     at_scales = dict(zip(exponents, scaled, strict=True))
     require_scaling(norms, at_scales, close)
+
+
+def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters whose hooks give another gradient than they are given.
+
+    No rule takes these hooks, and an audited sample may be one that they leave as it is (one that
+    keeps positive numbers alone). So they are given random numbers.
+    """
+    return [name for name, p in parameters.items() if p._backward_hooks and _hooks_change(p)]
+
+
+def _hooks_change(p: Tensor) -> bool:
+    given = _random_gradient(p, 0)
+    try:
+        return not torch.equal(_hooked(p, given), given)
+    except FAILURES:  # it takes no such gradient
+        return True
+
+
+def _random_gradient(p: Tensor, seed: int) -> Tensor:
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
+
+
+def _hooked(p: Tensor, gradient: Tensor) -> Tensor:
+    """Return what the hooks of a parameter make of a gradient, which stays as it is."""
+    gradient = gradient.clone()
+    with torch.no_grad():
+        for hook in (p._backward_hooks or {}).values():
+            returned = hook(gradient)
+            gradient = gradient if returned is None else returned
+    return gradient
+
+
+def require_hooks_to_add(view: ModelView) -> None:
+    """Require of hooks of parameters that they give for a sum of gradients the sum of theirs.
+
+    Where the squared norm of a batch's gradient stands for those of its samples, scaling is not
+    enough: a hook that keeps positive numbers alone scales.
+
+    Raises:
+        NonlinearBackwardError: a hook does not.
+    """
+    for name, p in view.parameters.items():
+        if p._backward_hooks and not _hooks_add(p):
+            raise NonlinearBackwardError(
+                f"a hook of parameter {name} does not give for the sum of two gradients the sum of "
+                "what it gives for each, so that a batch's gradient does not stand for those of "
+                "its samples; remove it for the measurement"
+            )
+
+
+def _hooks_add(p: Tensor) -> bool:
+    one, other = _random_gradient(p, 0), _random_gradient(p, 1)
+    try:
+        apart, together = _hooked(p, one) + _hooked(p, other), _hooked(p, one + other)
+    except FAILURES:  # it takes no such gradient
+        return True
+    rounding = 100 * torch.finfo(p.dtype).eps
+    return torch.allclose(apart, together, rtol=rounding, atol=rounding * float(apart.abs().max()))
+
+
+def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
+    """Require that the gradient of <v, z> scales as v does, if parameters of the model have hooks.
+
+    So plain autograd is held to it where no sample is audited: that of a single sample, and of a
+    whole batch. The graph of z is kept.
+
+    Raises:
+        NonlinearBackwardError: a hook of a parameter clips gradients, or adds to them.
+    """
+    if not view.has_hooked_parameters:
+        return
+    exponents, close = scales_of(walk(z, view.parameters).float_dtypes())
+    to_unit_size = -max(math.frexp(float(v.abs().max()))[1], -1000)
+
+    def norms(exponent: int) -> Tensor:
+        scaled = (v * 2.0**to_unit_size).to(z.dtype) * 2.0**exponent
+        return torch.stack(exact_grads(z, view.parameters, scaled, retain=True))
+
+    require_scaling(norms(0), {exponent: norms(exponent) for exponent in exponents}, close)
 
 
 def audited(

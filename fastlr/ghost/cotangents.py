@@ -94,6 +94,9 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
     refuse_unreadable(v, "the cotangent")
+    if v.is_complex() or v.layout != torch.strided:
+        kind = "complex" if v.is_complex() else "sparse"
+        raise InputError(f"the cotangent is {kind}: give real numbers in a dense tensor")
     if v.shape != output.shape:
         raise InputError(
             f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,9 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
+from fastlr.errors import InputError, NonFiniteError, few, first_line, warn
 from fastlr.ghost import program
-from fastlr.ghost.auditor import SampleAudit, audited, begin_audit
+from fastlr.ghost.auditor import (
+    SampleAudit,
+    audited,
+    begin_audit,
+    changed_by_hooks,
+    require_hooks_to_scale,
+)
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.batch import along, copied, times_written
 from fastlr.ghost.cotangents import Cotangent, Pass, passes
@@ -235,12 +240,10 @@ class Engine:
         """
         self.audits.fail(failure)
         self._forget()
-        warnings.warn(
+        warn(
             f"an audit found what was proven of the model no longer true ({failure}): something "
             "that it depends on has changed unseen. It is proven anew for this batch; results "
-            "since the last audit that passed may be wrong",
-            FastlrWarning,
-            stacklevel=5,
+            "since the last audit that passed may be wrong"
         )
 
     def distrust(self) -> None:
@@ -362,14 +365,29 @@ class Engine:
         return z
 
     def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:
-        """Run a random sample of the batch beside a copy of itself, if an audit is due."""
-        hooks_may_change_gradients = chunk.flags.hooked or self.view.has_hooked_parameters
+        """Run a random sample of the batch beside a copy of itself, if an audit is due.
+
+        A batch of one sample is measured as that would be: it has its hooks looked at alone.
+        """
+        if not chunk.needs_rules:
+            require_hooks_to_scale(self.view, chunk.z, v)
+            return None
+        parameters_are_hooked = self.view.has_hooked_parameters
+        if parameters_are_hooked:
+            self._send_hooked_to_loop(chunk)
+        hooks_may_change_gradients = chunk.flags.hooked or parameters_are_hooked
         is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
-        if not chunk.needs_rules or not is_due:
+        if not is_due:
             return None
         with self.audits.timed():
             sample = self.audits.draw(chunk.count)
             return begin_audit(chunk, sample, v, plan_is_new=plan.is_new)
+
+    def _send_hooked_to_loop(self, chunk: Chunk) -> None:
+        """Have the loop measure the parameters whose hooks change their gradients."""
+        measured_by_rules = set(chunk.graph.parameters.values()) - chunk.ledger.loop
+        changed = changed_by_hooks({name: self.parameters[name] for name in measured_by_rules})
+        chunk.ledger.to_loop(changed, "a hook of it changes its gradients")
 
     def _norms(
         self, chunk: Chunk, plan: Plan, one: Pass, audit: SampleAudit | None = None
@@ -380,8 +398,11 @@ class Engine:
         """
         if not chunk.needs_rules:
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
+        seconds = None if audit is None else audit.seconds_of_a_pass
+        norms = norms_by_rules(
+            chunk, plan, one.v, skip=plan.by_loop, retain=one.more, seconds_of_a_pass=seconds
+        )
         by_loop = plan.by_loop
-        norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
         if audit is not None:
             by_loop |= self._refuted_by(audit, chunk, plan, norms)
         by_loop = by_loop.intersection(chunk.graph.parameters.values())
@@ -436,12 +457,10 @@ class Engine:
             return
         self._warned.add("others")
         shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
-        warnings.warn(
+        warn(
             f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, "
             "but are not parameters of the model: they are not counted. Register them as "
-            "parameters if they should be",
-            FastlrWarning,
-            stacklevel=7,
+            "parameters if they should be"
         )
 
     def _warn_of_loop(self, by_loop: Iterable[str]) -> None:
@@ -449,11 +468,9 @@ class Engine:
         names = [n for n in self.parameters if n in by_loop and n not in self._warned]
         if names:
             self._warned.update(names)
-            warnings.warn(
+            warn(
                 f"{len(names)} parameters ({few(names, 3)}) are measured by an exact loop "
-                f"over samples, which is slow: {self.ledger.parameters[names[0]].reason}",
-                FastlrWarning,
-                stacklevel=7,
+                f"over samples, which is slow: {self.ledger.parameters[names[0]].reason}"
             )
 
     # -- batches like an earlier one, in a CUDA graph

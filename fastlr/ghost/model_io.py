@@ -362,6 +362,16 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
         raise InputError(
             f"the selected output is {z.dtype}, not a floating-point tensor; pass output="
         )
+    if z.layout != torch.strided:
+        raise InputError(
+            "the model's output is sparse; pass output=, a function that gives it dense "
+            "(lambda z: z.to_dense())"
+        )
+    if not z.numel():
+        raise InputError(
+            f"the selected output is empty (shape {tuple(z.shape)}): there is nothing to "
+            "differentiate; pass output="
+        )
     return z
 
 
@@ -393,4 +403,9 @@ def require_graph(z: Tensor) -> None:
         raise ModelError(
             "the output depends on no trainable parameter that autograd can see (no_grad, "
             "inference_mode, detach or .data?)"
+        )
+    if z.grad_fn is None:
+        raise ModelError(
+            "the output is a parameter itself, or a tensor that requires grad, and nothing is "
+            "computed of the inputs; pass output="
         )

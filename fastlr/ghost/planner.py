@@ -7,7 +7,6 @@ its samples are is told by the graph or found (`locate_samples`). What was found
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import (
-    FastlrError,
-    FastlrWarning,
-    InputError,
-    InteractionError,
-    first_line,
-)
+from fastlr.errors import FastlrError, InputError, InteractionError, first_line, warn
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
@@ -339,13 +332,11 @@ def _may_be_shared(chunk: Chunk, batch: Batch, trial: Batch) -> bool:
         return True  # whose rows they are counts
     if all(leaf.ndim == 1 for leaf in leaves):
         return False
-    warnings.warn(
+    warn(
         f"an input of shape {tuple(leaves[0].shape)} has as many rows as there are samples, and is "
         "taken as shared by all of them, as the model uses its rows together only. If they are the "
         "samples' own, the model makes samples interact through them, and norms are those within "
-        "this very batch",
-        FastlrWarning,
-        stacklevel=2,
+        "this very batch"
     )
     return True
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 from fastlr.inputs.base import Inputs
 from fastlr.inputs.user import TensorInputs
 from fastlr.ops.philox import STREAMS, normals
@@ -142,12 +141,10 @@ def _warn_of_lost_variance(given: Tensor, rounded: Tensor) -> None:
     before, after = given.var(0), rounded.var(0)
     lost = int(((after - before).abs() > 0.1 * before).sum())
     if lost:
-        warnings.warn(
+        warn(
             f"{lost} of {before.numel()} values of a sample vary too little beside the largest, "
             f"{float(given.abs().max()):.2g}: rounded to 2**-15 of it, their variance is another. "
-            "Normalise x, as the network sees it",
-            FastlrWarning,
-            stacklevel=3,
+            "Normalise x, as the network sees it"
         )
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import FastlrWarning, InputError, NonFiniteError
+from fastlr.errors import InputError, NonFiniteError, warn
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
-from fastlr.ghost.api import engine_of
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
+from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import Batch, along
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
@@ -126,7 +126,8 @@ def gradient_measures(
     - "train_grad_norm_batch": ``|| (1/n) sum_b grad loss_b ||^2``, the squared norm of the gradient
       that an optimiser's step on the mean loss of these samples (in eval mode) would use.
 
-    The second alone, in one part, is also that of a loss that mixes samples.
+    The second alone, in one part, is also that of a loss that mixes samples; one that gives another
+    gradient when it is asked again is refused there, too.
 
     By Jensen's inequality the second is at most the first. Arguments and errors as for
     `train_grad_norm`; ``measures`` names those wanted.
@@ -166,8 +167,8 @@ def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measu
 
     The graph of z is used up.
     """
-    v = SampleLosses(loss, view.out_dim).gradient(z.detach(), y)
-    return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
+    v = SampleLosses(loss, view.out_dim).gradient_of_all(z.detach(), y)
+    return _batch_measure(_gradient(view, z, v), view.sample_count(z))
 
 
 def _batch_measure(sums: list[Tensor], n: int) -> Measure:
@@ -240,6 +241,9 @@ def gradient_noise_scale(
         )
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
+    if engine_of(view).ledger.loop:
+        with as_it_was(view.module, view.device), uncompiled():
+            refuse_mixed_gradients(engine_of(view), view.inputs(x))
     of_groups = _Groups(parts)
     everything = torch.arange(len(parts))
     trace, square = of_groups.trace_and_square(everything)
@@ -255,7 +259,7 @@ def gradient_noise_scale(
         details["reason"] = reason = (
             f"the mean gradient of {n} samples cannot be told from zero: more samples are needed"
         )
-        warnings.warn(f"gradient_noise_scale is inf: {reason}", FastlrWarning, stacklevel=3)
+        warn(f"gradient_noise_scale is inf: {reason}")
     definition = (
         "gradient noise scale: trace of the gradients' covariance over the squared norm of their "
         "mean, eval mode"
@@ -310,7 +314,6 @@ def _parts(
     view: ModelView, x: Any, y: Any, loss: Loss, batch_size: int | None, measures: Collection[str]
 ) -> Iterator[_Part]:
     """Yield what each part of the samples gives to the named measures, in eval mode."""
-    parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
     singles: dict[int, tuple[Tensor, Any]] = {}
@@ -333,9 +336,11 @@ def _parts(
                 size = view.sample_count(z)
                 # the mean loss of all samples has a gradient even where they mix, that of parts has
                 # not
-                checked = whole or norms is not None
-                v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
-                grads = _gradient(z, parameters, v)
+                if norms is not None:
+                    v = losses.gradient(z.detach(), labels)
+                else:
+                    v = losses.gradient_of_all(z.detach(), labels) if whole else own(z.detach())
+                grads = _gradient(view, z, v)
             if number + 1 == _TOGETHER == len(singles):
                 losses.require_no_company(list(singles.values()))
             yield _Part(norms, grads, size)
@@ -381,12 +386,16 @@ def _labelled(y: Any) -> int:
     return len(labels[0])
 
 
-def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:
+def _gradient(view: ModelView, z: Tensor, v: Tensor) -> list[Tensor]:
     """Return the gradient of <v, z> in float64; z and v have the output's shape.
 
-    v is scaled to unit size in the backward pass, so that half precision keeps its bits.
+    v is scaled to unit size in the backward pass, so that half precision keeps its bits. So hooks
+    of parameters must scale as it does, and gradients of parts add up to that of all.
     """
+    require_hooks_to_scale(view, z, v)
+    require_hooks_to_add(view)
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)
+    parameters = list(view.parameters.values())
     grads = torch.autograd.grad(z, parameters, unit, materialize_grads=True)
     return [g.double() * 2.0**exponent for g in grads]

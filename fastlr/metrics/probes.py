@@ -515,7 +515,7 @@ def _rank_view(model: nn.Module, delta: float, output: OutputSelector) -> ModelV
 def _products(view: ModelView, z: Tensor, v: Tensor) -> Tensor:  # [n, n], float64
     """Return the products of the samples' gradients of <z_b, v_b>, those of all pairs."""
     grads = sample_gradients(z, list(view.parameters.values()), v)
-    flat = (g.double().flatten(1) for g in grads if g is not None)
+    flat = (g.double().reshape(len(g), -1) for g in grads if g is not None)
     return torch.stack([g @ g.T for g in flat]).sum(0)
 
 

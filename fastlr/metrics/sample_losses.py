@@ -128,10 +128,7 @@ class SampleLosses:
                 if isinstance(error, FastlrError) or out_of_memory(error):
                     raise
                 raise _refusal(error, y, samples, whole) from error
-            if not isinstance(values, Tensor):
-                raise _reduced(f"a {type(values).__name__}", samples)
-            if values.ndim == 0 and samples > 1:
-                raise _reduced("one number", samples)
+            _refuse_other_than_losses(values, samples)
             if values.requires_grad and not bool(values.isfinite().all()):
                 raise NonFiniteError(
                     "a loss is not finite: check the labels and the model's output"
@@ -149,6 +146,18 @@ class SampleLosses:
             )
         if values.numel() == 1 and _samples_moved(gradient, self.out_dim) > 1:
             raise _reduced("one number", samples)  # of an axis; a sample that is kept moves its own
+        return gradient
+
+    def gradient_of_all(self, z: Tensor, y: Any) -> Tensor:
+        """Return `gradient` of all samples, which may mix, where the loss is not random.
+
+        Raises:
+            InputError: The loss gives another gradient when it is asked again. Others: as for
+                `gradient`.
+        """
+        gradient = self.gradient(z, y)
+        if not self._known(z, y):
+            _Company(self, *_fitted(z, y), gradient).require_the_same_again()
         return gradient
 
     def own_gradient(self, z: Tensor, y: Any, *, whole: bool) -> Tensor:
@@ -508,6 +517,18 @@ def _reduced(kind: str, samples: int) -> InputError:
         f"the loss gave {kind} for {samples} samples: it must return the losses of the samples, "
         "unreduced, such as F.cross_entropy(output, y, reduction='none')"
     )
+
+
+def _refuse_other_than_losses(values: Any, samples: int) -> None:
+    """Raise InputError for what a loss gave in place of losses of the samples."""
+    if not isinstance(values, Tensor):
+        raise _reduced(f"a {type(values).__name__}", samples)
+    if values.is_complex():
+        raise _reduced("a complex tensor", samples)
+    if values.layout != torch.strided:
+        raise _reduced("a sparse tensor", samples)
+    if values.ndim == 0 and samples > 1:
+        raise _reduced("one number", samples)
 
 
 def _samples_moved(gradient: Tensor, axis: int) -> int:

@@ -244,6 +244,104 @@ def test_what_is_refused(double):
         fastlr.redundancy_loss(model, torch.randn(3, 5))
 
 
+def test_samples_whose_gradients_mix_in_the_backward_pass_are_refused(double):
+    """Value and slope are those of the batch's graph, where the counts are the batch's."""
+    model = Written(
+        lambda m, x: m.head(m.table(x).sum(1)),
+        table=nn.Embedding(5, 4, scale_grad_by_freq=True),
+        head=nn.Linear(4, 3),
+    )
+    for ids in (torch.tensor([[0, 1], [2, 3]]), torch.randint(5, (4, 3))):
+        for measure in (fastlr.redundancy_loss, fastlr.metrics.ntk_rank):
+            with raises(InteractionError, match="of parameter table.weight is another within"):
+                measure(model, ids)
+
+    class Centred(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g - g.mean(0)
+
+    mixed = Written(
+        lambda m, x: m.head(Centred.apply(m.first(x))), first=nn.Linear(4, 5), head=nn.Linear(5, 3)
+    )
+    x = torch.randn(6, 4)
+    for measure in (fastlr.redundancy_loss, fastlr.metrics.ntk_rank):
+        with raises(InteractionError, match="a backward formula or a hook mixes samples"):
+            measure(mixed, x)
+    y = torch.randint(3, (6,))
+    with raises(InteractionError, match="a backward formula or a hook mixes samples"):
+        fastlr.gradient_noise_scale(mixed, x, y, nn.functional.cross_entropy, groups=2)
+    with raises(InteractionError, match="a backward formula or a hook mixes samples"):
+        fastlr.estimate(mixed, fastlr.TensorInputs(x), 6, probe="batch", batch_size=3)
+
+
+@mark.parametrize("reduction", ["mean", "none"])
+@mark.parametrize(
+    "layers",
+    [
+        [nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)],
+        [nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 3)],
+        [nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(6, 3), dim=None)],
+    ],
+    ids=["group norm", "weight norm", "norm of a whole weight"],
+)
+def test_second_derivatives_that_torch_lacks_or_has_wrong(reduction, layers, double):
+    """By vmap group norm has none; weight norm's is wrong."""
+    model, x = nn.Sequential(*copy.deepcopy(layers), nn.Tanh()).double(), torch.randn(4, 2, 3)
+    options = {"probe": "exact", "reduction": reduction, "seed": 0}
+
+    def value():
+        return fastlr.redundancy_loss(model, x, **options).mean()
+
+    parameters = list(model.parameters())
+    assert reduction == "mean" or abs(value() - definition(model, x, None)) < 1e-9
+    grads = torch.autograd.grad(value(), parameters, materialize_grads=True)
+    direction = [torch.randn_like(p) for p in parameters]
+    slope = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    moved = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            torch._foreach_add_(parameters, direction, alpha=step)
+        moved.append(value())
+    assert_close(slope, (moved[0] - moved[1]) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+@mark.parametrize("reduction", ["mean", "none"])
+def test_sparse_gradients_are_taken(reduction, double):
+    model = Written(lambda m, x: m.e(x).sum(1).tanh(), e=nn.Embedding(5, 3))
+    ids = torch.randint(5, (4, 2))
+    values, slopes, kernels = [], [], []
+    for sparse in (False, True):
+        model.e.sparse = sparse
+        value = fastlr.redundancy_loss(model, ids, seed=0, reduction=reduction).sum()
+        (slope,) = torch.autograd.grad(value, [model.e.weight])
+        values.append(value)
+        slopes.append(slope.to_dense())
+        kernels.append(fastlr.metrics.ntk_rank(model, ids).details["trace"])
+    assert_close(values[1], values[0])
+    assert_close(slopes[1], slopes[0])
+    assert_close(kernels[1], kernels[0])
+
+
+def test_an_operation_that_cannot_be_differentiated_twice_is_named(double):
+    model = Written(
+        lambda m, x: torch.cdist(m.a(x), m.c), a=nn.Linear(4, 3), c=nn.Parameter(torch.randn(5, 3))
+    )
+    for _ in range(2):
+        with refused("cannot be differentiated twice .*_cdist_backward", ModelError):
+            fastlr.redundancy_loss(model, torch.randn(3, 4))
+
+
+def test_scripted_modules_are_named(double):
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.Tanh())
+    with refused("module 0 is scripted or traced by torch.jit", ModelError):
+        fastlr.redundancy_loss(model, torch.randn(3, 4))
+
+
 def test_nodes_without_a_second_derivative_are_named(double, monkeypatch):
     """A node without a second derivative is named in the error.
 

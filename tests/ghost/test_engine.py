@@ -440,6 +440,11 @@ def test_opposite_infinities_among_the_inputs_are_numbers():
             lambda: norms(linear(lambda m, x: m.a(x.to_dense())), X.to_sparse()),
         ),
         ("Input", "cotangent has shape", lambda: norms(mlp(), X, draw(4, 2))),
+        ("Input", "cotangent is complex", lambda: norms(mlp(), X, draw(4, 3) * 1j)),
+        ("Input", "cotangent is sparse", lambda: norms(mlp(), X, draw(4, 3).to_sparse())),
+        ("Input", "output is sparse", lambda: norms(linear(lambda m, x: m.a(x).to_sparse()), X)),
+        ("Input", "output is empty", lambda: norms(linear(lambda m, x: m.a(x)[:, :0]), X)),
+        ("Model", "a parameter itself", lambda: norms(linear(lambda m, x: m.a.weight), draw(3, 5))),
         ("Input", "float16.*float64", lambda: norms(mlp(), X.half())),
         ("Input", "float32.*float64", lambda: norms(mlp(), X.float())),
         ("Input", "on meta", lambda: norms(mlp(), X.to("meta"))),
@@ -669,3 +674,14 @@ def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audi
     with raises(fastlr.InteractionError, match="samples interact"):
         engine.run((torch.randn(32, 5), torch.rand(32, 5)), torch.ones(32, 3))
     assert engine.known.comparisons == 1
+
+
+def test_parameters_without_elements():
+    def joined(m, x):
+        return torch.cat([m.a(x), m.none(x), x[:, :0] @ m.empty], 1)
+
+    parts = {"a": nn.Linear(5, 3), "none": nn.Linear(5, 0), "empty": nn.Parameter(torch.ones(0, 2))}
+    model, x = Written(joined, **parts).double(), torch.randn(4, 5, dtype=torch.float64)
+    v = torch.randn(4, 5, dtype=torch.float64)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v)
+    assert_close(got, truth(model, (x,), v))

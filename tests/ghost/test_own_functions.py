@@ -1,5 +1,7 @@
 """A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
 
+import time
+
 import torch
 from exact import holds
 from expected import warned
@@ -128,6 +130,23 @@ def test_a_formula_that_fails_by_itself_leaves_the_loop():
 
     with warned("formula of ProductBackward fails by itself"):
         held("nxwb", product("nxwb", early=True, outputs=3, backward=backward), True, {"loop"})
+
+
+def test_a_formula_that_takes_long_leaves_the_loop():
+    """It would run once a sample on the whole batch: its time grows with the batch's square."""
+
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        time.sleep(0.01 * len(g))
+        return g @ w, g.T @ x, g.sum(0)
+
+    model = Uses("xwb", product("xwb", early=True, backward=backward), before=True).double()
+    x = torch.randn(16, 4, dtype=torch.float64)
+    with warned("w, b.* exact loop .*formula of ProductBackward, run once a sample on the whole"):
+        proofs = holds(model, x, route=None).ledger.parameters
+    routes = {name: proof.route for name, proof in proofs.items()}
+    assert routes.pop("w") == routes.pop("b") == "loop"
+    assert set(routes.values()) == {"rule"}
 
 
 class Adjoint(torch.autograd.Function):

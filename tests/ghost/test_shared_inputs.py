@@ -73,6 +73,25 @@ def test_products_of_each_sample_with_every_other_are_named():
         notes(lambda m, x: m.f(x) - m.f(x).mean(0), X)
 
 
+def memory(m, x, y):
+    return torch.softmax(m.f(x) @ m.g(y).T, 1) @ m.g(y)
+
+
+@mark.parametrize(
+    "measure",
+    [
+        lambda model: fastlr.per_sample_grad_sq_norms(model, (X, Y), torch.ones(8, 3)),
+        lambda model: fastlr.estimate(model, fastlr.TensorInputs((X, Y)), 8),
+    ],
+)
+def test_what_warns_of_it_names_the_line_that_has_measured(measure):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        measure(towers(memory))
+    lines = [w.filename for w in record if "taken as shared" in str(w.message)]
+    assert lines == [__file__]
+
+
 def test_an_estimate_over_rows_that_all_samples_use_warns():
     """Its value depends on the size of the chunks, in which each has other columns."""
     inputs = fastlr.TensorInputs((torch.randn(16, 4), torch.randn(16, 6)))

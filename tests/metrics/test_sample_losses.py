@@ -252,6 +252,26 @@ def test_the_whole_batch_has_a_gradient_where_samples_mix():
     )
 
 
+def test_losses_that_are_no_real_numbers_in_a_dense_tensor_are_refused():
+    model, x, y = made()
+    with refused("the loss gave a complex tensor"):
+        metrics.train_grad_norm(model, x, y, lambda z, y: torch.complex(z, z))
+    with refused("the loss gave a sparse tensor"):
+        metrics.train_grad_norm(model, x, y, lambda z, y: z.sum(1).to_sparse())
+
+
+def test_the_loss_of_the_whole_batch_may_not_be_random():
+    model, x, y = made()
+
+    def dropped(z, y):
+        return entropy(nn.functional.dropout(z), y)
+
+    with refused("draws random numbers"):
+        metrics.gradient_measures(model, x, y, dropped, measures=["train_grad_norm_batch"])
+    with refused("draws random numbers"):
+        metrics.measures(model, ["train_grad_norm_batch"], x=x, y=y, loss=dropped)
+
+
 class Focal(nn.Module):
     """A loss with a reduction of its own."""
 

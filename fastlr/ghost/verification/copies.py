@@ -135,7 +135,7 @@ def _perturbed(
         return t.detach().clone()
     noise = _noise(t, generator)
     if trainable:
-        width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
+        width = 0.3 / math.sqrt(max(1, t.shape[1:].numel())) if t.ndim > 1 else 0.1
         return noise.mul_(scale * width).add_(t.detach()).requires_grad_()
     moved = t.detach().double() * torch.exp(0.1 * scale * noise)
     return moved + 0.1 * scale * noise if name.endswith("running_mean") else moved
