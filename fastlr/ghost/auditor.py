@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastlr.errors import NonlinearBackwardError
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Beside, SingleSamples
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
@@ -25,7 +25,6 @@ from fastlr.ghost.planner import (
     let_a_proof_name_the_culprit,
 )
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.runtime import clock
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
@@ -55,22 +54,11 @@ class SampleAudit:
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.tolerance = norm_tolerance(view, ledger, v.device)
-        own = self._beside_a_copy()
+        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
+        own = samples.run(sample, [view.row(v, sample)])
         self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
-
-    def _beside_a_copy(self) -> Beside:
-        """Run the sample beside a copy of itself, forward and backward."""
-        forward, parameters = forward_of(self.view, self.batch), self.view.parameters
-        samples = SingleSamples(forward, self.view.out_dim, parameters)
-        return samples.run(self.sample, [self.view.row(self.v, self.sample)])
-
-    def seconds_of_a_pass(self) -> float:
-        """Return what the sample's forward and backward pass takes. The first one warms up."""
-        begun = clock(self.v.device)
-        self._beside_a_copy()
-        return clock(self.v.device) - begun
 
     def has_its_output(self, output: Tensor) -> bool:
         """Return True if the sample's row of the batch's output is the one beside its copy."""

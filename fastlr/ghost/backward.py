@@ -15,6 +15,7 @@ gradient is formed: Goodfellow 2015 (arXiv:1510.01799), Li et al. 2022 (arXiv:21
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,12 +28,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
-from fastlr.errors import ModelError
+from fastlr.errors import ModelError, warn
 
 # Importing these registers their rules.
 from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
-from fastlr.ghost.fallback import DearerThanLoop, by_node
+from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
@@ -45,6 +46,8 @@ from fastlr.ops.linear import chunks
 from fastlr.ops.torch_private import own_function
 
 _OWN = {*OURS, SCAN}
+# A batch may take so long by a formula of the user's before anything is said.
+_SECONDS_OF_A_FORMULA = 1.0
 # What a rule may raise where it does not apply, in a proof.
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
@@ -64,17 +67,10 @@ class Routes:
     Args:
         given_up: by a use's key, why its rule does not do it.
         tolerant: whether any error of a rule gives it up (in a proof), not only `Unsupported`.
-
-    Attributes:
-        seconds_of_a_pass: asked what a pass over a sample takes, where a formula of the user's may
-            take so much longer that the loop over samples is to measure its parameters.
-        dearer_than_loop: names of such parameters, and why: they were left out.
     """
 
     def __init__(self, given_up: Mapping[tuple, str], *, tolerant: bool = False) -> None:
         self.given_up, self.tolerant = dict(given_up), tolerant
-        self.seconds_of_a_pass: Callable[[], float] | None = None
-        self.dearer_than_loop: dict[str, str] = {}
 
     def by_rule(self, use: Use) -> bool:
         """Return True if the rule of its node's kind measures a use."""
@@ -339,12 +335,11 @@ def sq_norms(
     backward(graph, structure, z, v, visit, retain=keep)
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
-            _add_by_formula(norms, site, uses, routes)
+            _add_by_formula(norms, site, uses)
         norms.add_waiting()
     zero = torch.zeros(count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in structure.groups for p in group.parameters}
-    names -= skip | routes.dearer_than_loop.keys()
-    return {name: norms.by_name.get(name, zero) for name in names}
+    return {name: norms.by_name.get(name, zero) for name in names if name not in skip}
 
 
 class _NormsOfUses:
@@ -371,12 +366,6 @@ class _NormsOfUses:
             if all(graph.parameters[p] in skip for p in group.parameters):
                 self._skipped.update(group.sources)
 
-    def leave_out(self, use: Use) -> list[str]:
-        """Leave out the parameters that a use has a part in; return their names."""
-        group = self.structure.group_of[use.source]
-        self._skipped.update(group.sources)
-        return [self.graph.parameters[p] for p in group.parameters]
-
     def wanted(self, uses: list[Use]) -> list[Use]:
         """Return those of the uses that parameters that are not skipped have a part in."""
         return [use for use in uses if use.source not in self._skipped]
@@ -399,7 +388,7 @@ class _NormsOfUses:
         """Add the norms of the groups of parameters whose factors have waited for each other."""
         for group in self.structure.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
-            if factors and self._skipped.isdisjoint(group.sources):
+            if factors:
                 for name, value in _norms_of_group(self.graph, group, factors).items():
                     self._add(name, value)
 
@@ -408,28 +397,20 @@ class _NormsOfUses:
         self.by_name[name] = value if before is None else before + value
 
 
-def _add_by_formula(norms: _NormsOfUses, site: Site, uses: list[Use], routes: Routes) -> None:
+def _add_by_formula(norms: _NormsOfUses, site: Site, uses: list[Use]) -> None:
     """Add the norms of parameters by the formula of their node, run once a sample.
 
-    Those of a user's own Function are left to the loop over samples where that is far cheaper.
+    Its time grows with the square of the batch: a user whose own Function takes long is told.
     """
-    uses = norms.wanted(uses)
-    if not uses:
-        return
-    name = site.node.name()
-    of_the_user = own_function(site.node) is not None and name not in _OWN
-    seconds = routes.seconds_of_a_pass if of_the_user else None
-    try:
-        factors = by_node(site, [use.slot for use in uses], seconds)
-    except DearerThanLoop:
-        reason = (
-            f"the backward formula of {name}, run once a sample on the whole batch, "
-            "would take longer still"
+    begun = time.perf_counter()
+    norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
+    is_slow = time.perf_counter() - begun > _SECONDS_OF_A_FORMULA
+    if is_slow and site.count > 1 and own_function(site.node) is not None:
+        warn(
+            f"the backward formula of {site.node.name()} runs {site.count} times, once a sample, "
+            "each time on the whole batch, and takes long: smaller batches (batch_size=) take less "
+            "time in all"
         )
-        for use in uses:
-            routes.dearer_than_loop |= dict.fromkeys(norms.leave_out(use), reason)
-        return
-    norms.add_factors(uses, factors)
 
 
 def _by_rule(

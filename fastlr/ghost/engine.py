@@ -398,10 +398,7 @@ class Engine:
         """
         if not chunk.needs_rules:
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
-        seconds = None if audit is None else audit.seconds_of_a_pass
-        norms = norms_by_rules(
-            chunk, plan, one.v, skip=plan.by_loop, retain=one.more, seconds_of_a_pass=seconds
-        )
+        norms = norms_by_rules(chunk, plan, one.v, skip=plan.by_loop, retain=one.more)
         by_loop = plan.by_loop
         if audit is not None:
             by_loop |= self._refuted_by(audit, chunk, plan, norms)

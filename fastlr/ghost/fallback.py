@@ -8,7 +8,6 @@ time, beside copies of itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.rules import Site, Unsupported
-from fastlr.ghost.runtime import clock
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.recent import Recent
@@ -31,17 +29,7 @@ from fastlr.ops.torch_private import own_function
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
 
 
-class DearerThanLoop(Exception):
-    """A node's own formula, run once a sample, takes far longer than the loop over samples."""
-
-
-# How much longer than a pass over a sample and its copy a formula may take, and how long anyway.
-_TIMES_A_PASS, _SECONDS_IN_ALL = 2, 0.1
-
-
-def by_node(
-    site: Site, slots: Sequence[int], seconds_of_a_pass: Callable[[], float] | None = None
-) -> dict[int, Dense]:
+def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
     """Return the per-sample gradients of the parameter slots of any node.
 
     They are made by the node's own backward formula, sample by sample: each time on the whole
@@ -50,13 +38,7 @@ def by_node(
     Args:
         site: the node.
         slots: of its parameters.
-        seconds_of_a_pass: asked what a forward and backward pass over a sample takes, where the
-            formula takes long; None: it is run however long it takes.
-
-    Raises:
-        DearerThanLoop: the formula takes far longer than that.
     """
-    shortest = math.inf
     owners = [_owners(site, output) for output in range(len(site.gradients))]
     gradients: dict[int, list[Tensor]] = {slot: [] for slot in slots}
     for sample in range(site.count):
@@ -65,12 +47,7 @@ def by_node(
             for g, of in zip(site.gradients, owners, strict=True)
         )
         with torch.no_grad():
-            is_timed = sample < 2 and seconds_of_a_pass is not None
-            results, seconds = _timed_formula(site.node, own, is_timed=is_timed)
-        shortest = min(shortest, seconds)  # the first may have had to warm up
-        if sample == 1 and seconds_of_a_pass and shortest * site.count > _SECONDS_IN_ALL:
-            if shortest > _TIMES_A_PASS * seconds_of_a_pass():
-                raise DearerThanLoop
+            results = _formula(site.node, own)
         for slot in slots:
             grad, shape = results[slot], site.shapes[slot]
             if grad is None:
@@ -95,18 +72,6 @@ def _owners(site: Site, output: int) -> Tensor | None:
     shape = [1] * gradient.ndim
     shape[layout.dim] = len(ids)
     return ids.view(shape)
-
-
-def _timed_formula(
-    node: Any, gradients: tuple[Tensor | None, ...], *, is_timed: bool
-) -> tuple[tuple[Tensor | None, ...], float]:
-    """Return what `_formula` does, and the seconds that it took: none where nobody asks."""
-    if not is_timed:
-        return _formula(node, gradients), 0.0
-    device = next(g.device for g in gradients if g is not None)
-    begun = clock(device)
-    results = _formula(node, gradients)
-    return results, clock(device) - begun
 
 
 def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,7 @@ norms [B] by parameter: by rules where they hold, by one pass a sample elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,23 +25,15 @@ from fastlr.ops.torch_private import tree_flatten
 
 
 def norms_by_rules(
-    chunk: Chunk,
-    plan: Plan,
-    v: Tensor,
-    *,
-    skip: frozenset[str],
-    retain: bool,
-    seconds_of_a_pass: Callable[[], float] | None = None,
+    chunk: Chunk, plan: Plan, v: Tensor, *, skip: frozenset[str], retain: bool
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] of all parameters but those in ``skip``.
 
-    Where a rule turns out not to apply, the ledger has the node's own formula from now on; where
-    that takes far longer than passes over single samples, the loop, and the parameters are missing.
+    Where a rule turns out not to apply, the ledger has the node's own formula from now on.
     """
     if skip.issuperset(chunk.graph.parameters.values()):
         return {}
     routes = chunk.ledger.routes()
-    routes.seconds_of_a_pass = seconds_of_a_pass
     try:
         return sq_norms(
             chunk.graph,

@@ -80,9 +80,7 @@ class Ledger:
         return Routes(given_up, tolerant=tolerant)
 
     def enter_routes(self, routes: Routes) -> None:
-        """Keep which rules of proven uses were given up, and what is left to the loop."""
-        for name, reason in routes.dearer_than_loop.items():
-            self.send_to_loop(name, reason)
+        """Keep which rules of proven uses were given up."""
         for key in routes.given_up:
             if key in self.uses:
                 self.uses[key].route = "node"
