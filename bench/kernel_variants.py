@@ -193,14 +193,14 @@ def fold_weights() -> Iterator[tuple]:
 
 
 def row_norms() -> Iterator[tuple]:
-    """Every dtype, one side and two, contiguous or not."""
-    for dtype, alone, contiguous in product(DTYPES.values(), (True, False), (True, False)):
-        kinds = dict.fromkeys(("a", "g"), f"*{dtype}") | {"norms": "*fp64"}
-        constants = {"BLOCK": rows_module.BLOCK} | ({"g": None} if alone else {})
+    """Every dtype, one side, two, and two with the norms of the second; contiguous or not."""
+    sides = {", alone": ("g", "norms_of_g"), "": ("norms_of_g",), ", with a bias": ()}
+    for dtype, side, contiguous in product(DTYPES.values(), sides, (True, False)):
+        kinds = dict.fromkeys(("a", "g"), f"*{dtype}")
+        kinds |= dict.fromkeys(("norms", "norms_of_g"), "*fp64")
+        constants = {"BLOCK": rows_module.BLOCK} | dict.fromkeys(sides[side])
         constants |= {"a_column": 1, "g_column": 1} if contiguous else {}
-        label = (
-            f"row_norms[{dtype}{', alone' if alone else ''}{', contiguous' if contiguous else ''}]"
-        )
+        label = f"row_norms[{dtype}{side}{', contiguous' if contiguous else ''}]"
         yield variant(
             label, rows_module.row_norms_kernel, kinds, constants, num_warps=rows_module.WARPS
         )

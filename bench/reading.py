@@ -9,8 +9,8 @@ verdict by one rule, digests of runs, refusals of tensors without values, checks
 bits in the interpreter, borders, kernels compiled ahead and compared once a machine), models by
 name, and inputs fitted on the data; that of tests' from 282,000, for the predicted time of a GPU,
 the calibration of the bound, models of Hugging Face by name, and what is compiled ahead and kept.
-Both were raised by what a review of the last two found. The goals are 247,900 for fastlr and
-263,552 for tests.
+Both were raised by what a review of the last two found, and by an op for a weight and a bias of
+which samples use one row. The goals are 247,900 for fastlr and 263,552 for tests.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
@@ -61,7 +61,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 289_600,
+        "tokens": 289_800,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
     "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
@@ -70,7 +70,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 305_000,
+        "tokens": 305_500,
     },
 }
 
