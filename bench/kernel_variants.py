@@ -326,9 +326,9 @@ def folded() -> Iterator[tuple]:
         kinds = fp32("parts scale squares inner parts_sums sums") | {"weight": f"*{dtype}"}
         yield variant(f"finish[{dtype}]", moments.finish_moments_kernel, kinds, blocks, num_warps=4)
     kinds = fp32("squares inner sums statistics") | {"norms": "*fp64"}
-    yield variant(
-        "norms", moments.finish_norms_kernel, kinds, {"BLOCK": moments.NORMS_BLOCK}, num_warps=4
-    )
+    constants = {"BLOCK": moments.NORMS_BLOCK}
+    warps = moments.NORMS_WARPS
+    yield variant("norms", moments.finish_norms_kernel, kinds, constants, num_warps=warps)
 
 
 def depthwise_layers() -> Iterator[
