@@ -436,10 +436,12 @@ def folded_depthwise() -> Iterator[tuple]:
             "WHOLE": tile.columns == places,
             "RUN": tile.run,
         }
-        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}") | fp32(
-            "bias means"
-        )
-        for label, mean in (("forward", False), ("forward-mean", True)):
+        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}")
+        kinds |= fp32("bias means")
+        forms = [("forward", False, kinds), ("forward-mean", True, kinds)]
+        if dtype != "fp32":
+            forms.append(("forward-mean-whole", True, kinds | {"means": f"*{dtype}"}))
+        for label, mean, types in forms:
             flags = {
                 "BEFORE": "hardswish",
                 "OF_RESIDUAL": "none" if mean else "hardswish",
@@ -449,7 +451,7 @@ def folded_depthwise() -> Iterator[tuple]:
             yield variant(
                 f"{label}[{name},{tile.places}x{tile.run}x{tile.channels}]",
                 forward_depthwise.folded_depthwise_kernel,
-                kinds,
+                types,
                 {**constants, **flags},
                 num_warps=tile.num_warps,
                 maxnreg=depthwise_module.most_registers(how, last),
