@@ -195,6 +195,19 @@ def dense_cases() -> dict[str, tuple]:
     }
 
 
+def one_row_cases() -> dict[str, tuple]:
+    """Inputs [B, I] and gradients [B, O]."""
+    return {
+        "one": (draw(1, 1), draw(1, 1, seed=1)),
+        "narrow": (draw(3, 7), draw(3, 5, seed=1)),
+        "long": (draw(2, 3000), draw(2, 1100, seed=1)),
+        "columns-first": (swapped(draw(3, 9)), draw(3, 6, seed=1)),
+        "strided": (draw(3, 2, 9)[:, 1], draw(4, 12, seed=1)[1:, ::2]),
+        "expanded": (draw(1, 9).expand(3, 9), draw(3, 1, seed=1).expand(3, 6)),
+        "small": (1e-25 * draw(2, 7), 1e-3 * draw(2, 5, seed=1)),
+    }
+
+
 def fold_cases() -> dict[str, tuple]:
     """Dtype, eps, and of each convolution weight, bias, gamma, beta, mean, var."""
     generator = torch.Generator().manual_seed(0)
@@ -227,6 +240,7 @@ def folded_cases(op: str) -> dict[str, tuple]:
 CASES: dict[str, Callable[[], dict[str, tuple]]] = {
     "linear_sq_norms": linear_cases,
     "dense_sq_norms": dense_cases,
+    "one_row_sq_norms": one_row_cases,
     "conv_sq_norms": conv_cases,
     "folded_conv_sq_norms": moments_cases,
     "folded_conv": partial(folded_cases, "folded_conv"),

@@ -193,14 +193,14 @@ def fold_weights() -> Iterator[tuple]:
 
 
 def row_norms() -> Iterator[tuple]:
-    """Every dtype, one side and two, contiguous or not."""
-    for dtype, alone, contiguous in product(DTYPES.values(), (True, False), (True, False)):
-        kinds = dict.fromkeys(("a", "g"), f"*{dtype}") | {"norms": "*fp64"}
-        constants = {"BLOCK": rows_module.BLOCK} | ({"g": None} if alone else {})
+    """Every dtype, one side, two, and two with the norms of the second; contiguous or not."""
+    sides = {", alone": ("g", "norms_of_g"), "": ("norms_of_g",), ", with a bias": ()}
+    for dtype, side, contiguous in product(DTYPES.values(), sides, (True, False)):
+        kinds = dict.fromkeys(("a", "g"), f"*{dtype}")
+        kinds |= dict.fromkeys(("norms", "norms_of_g"), "*fp64")
+        constants = {"BLOCK": rows_module.BLOCK} | dict.fromkeys(sides[side])
         constants |= {"a_column": 1, "g_column": 1} if contiguous else {}
-        label = (
-            f"row_norms[{dtype}{', alone' if alone else ''}{', contiguous' if contiguous else ''}]"
-        )
+        label = f"row_norms[{dtype}{side}{', contiguous' if contiguous else ''}]"
         yield variant(
             label, rows_module.row_norms_kernel, kinds, constants, num_warps=rows_module.WARPS
         )
@@ -326,9 +326,9 @@ def folded() -> Iterator[tuple]:
         kinds = fp32("parts scale squares inner parts_sums sums") | {"weight": f"*{dtype}"}
         yield variant(f"finish[{dtype}]", moments.finish_moments_kernel, kinds, blocks, num_warps=4)
     kinds = fp32("squares inner sums statistics") | {"norms": "*fp64"}
-    yield variant(
-        "norms", moments.finish_norms_kernel, kinds, {"BLOCK": moments.NORMS_BLOCK}, num_warps=4
-    )
+    constants = {"BLOCK": moments.NORMS_BLOCK}
+    warps = moments.NORMS_WARPS
+    yield variant("norms", moments.finish_norms_kernel, kinds, constants, num_warps=warps)
 
 
 def depthwise_layers() -> Iterator[
@@ -436,10 +436,12 @@ def folded_depthwise() -> Iterator[tuple]:
             "WHOLE": tile.columns == places,
             "RUN": tile.run,
         }
-        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}") | fp32(
-            "bias means"
-        )
-        for label, mean in (("forward", False), ("forward-mean", True)):
+        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}")
+        kinds |= fp32("bias means")
+        forms = [("forward", False, kinds), ("forward-mean", True, kinds)]
+        if dtype != "fp32":
+            forms.append(("forward-mean-whole", True, kinds | {"means": f"*{dtype}"}))
+        for label, mean, types in forms:
             flags = {
                 "BEFORE": "hardswish",
                 "OF_RESIDUAL": "none" if mean else "hardswish",
@@ -449,7 +451,7 @@ def folded_depthwise() -> Iterator[tuple]:
             yield variant(
                 f"{label}[{name},{tile.places}x{tile.run}x{tile.channels}]",
                 forward_depthwise.folded_depthwise_kernel,
-                kinds,
+                types,
                 {**constants, **flags},
                 num_warps=tile.num_warps,
                 maxnreg=depthwise_module.most_registers(how, last),

@@ -161,6 +161,11 @@ def _dense_sq_norms(parameters: int, draw: Draw) -> Call:
     return Call((grads,), 2 * grads.numel())
 
 
+def _one_row_sq_norms(inputs: int, outputs: int, draw: Draw) -> Call:
+    a, g = draw.normal(draw.batch, inputs), draw.normal(draw.batch, outputs)
+    return Call((a, g), 2 * (a.numel() + g.numel()))
+
+
 def _channel_sums(channels: int, side: int, draw: Draw) -> Call:
     x, g = draw.images(channels, side)[:, None], draw.images(channels, side)[:, None]
     return Call((x, g), 3 * x.numel())
@@ -253,6 +258,10 @@ CASES: dict[str, Cases] = {
     ),
     "fold_weights": {"1x1 160>960": partial(_fold_weights, 960, 160)},
     "dense_sq_norms": {"1.2 M": partial(_dense_sq_norms, 960 * 1280)},
+    "one_row_sq_norms": {
+        "960>1280": partial(_one_row_sq_norms, 960, 1280),
+        "240>960": partial(_one_row_sq_norms, 240, 960),
+    },
     "linear_sq_norms": {
         "960>1280, one row": partial(_linear_sq_norms, 1, 960, 1280),
         "768>3072, 197 rows (ViT)": partial(_linear_sq_norms, 197, 768, 3072),

@@ -3,15 +3,9 @@
 Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
 Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
-limit: ``make lint`` does. Limits are lowered as the code gets plainer. That of fastlr's tokens was
-raised from 259,000: unpacking made more functions than it made concepts leave; then came the
-verdict by one rule, digests of runs, refusals of tensors without values, checks for a first GPU (16
-bits in the interpreter, borders, kernels compiled ahead and compared once a machine), models by
-name, and inputs fitted on the data; that of tests' from 282,000, for the predicted time of a GPU,
-the calibration of the bound, models of Hugging Face by name, and what is compiled ahead and kept.
-Both were raised by what a review of the last two found, and by guards: hooks of parameters,
-gradients that mix samples within their batch, second derivatives, formulas dearer than the loop.
-The goals are 247,900 for fastlr and 263,552 for tests.
+limit: ``make lint`` does. Limits are lowered as the code gets plainer; where features or guards
+raise one, the commit says which. The goals for tokens, 247,900 for fastlr and 263,552 for tests,
+are what commit 116e285 had, before those came.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
@@ -62,7 +56,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 291_700,
+        "tokens": 291_500,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
     "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
@@ -71,7 +65,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 307_300,
+        "tokens": 307_800,
     },
 }
 

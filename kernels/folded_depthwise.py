@@ -32,7 +32,7 @@ from fastlr.kernels.depthwise import (
     zeros,
 )
 from fastlr.kernels.depthwise import folded_conv_backward as folded_conv_backward
-from fastlr.kernels.launching import INT32, covered, launch, multiple, on_device, tuned, workspace
+from fastlr.kernels.launching import INT32, covered, launch, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, empty_output, like
 from fastlr.ops.block import Block, Loaded
 from fastlr.ops.geometry import ConvGeometry
@@ -165,7 +165,7 @@ def folded_depthwise_kernel(
         part = (sample * segments + segment) * strips + strip
         tl.store(
             means + part * channels + channel,
-            tl.sum(total, 0) / (out_height * out_width),
+            (tl.sum(total, 0) / (out_height * out_width)).to(means.dtype.element_ty),
             has_channel,
         )
 
@@ -222,7 +222,9 @@ def folded_conv(
         added, of_residual = like(residual.tensor, out), residual.activation
     align = alignment(inputs.dtype, True, inputs, out) if last else 1
     parts = tiles[1] * tiles[2] if mean else 0
-    means = workspace(count, parts, channels, device=inputs.device)
+    # One part is the mean itself.
+    dtype = inputs.dtype if parts == 1 else torch.float32
+    means = torch.empty(count, parts, channels, dtype=dtype, device=inputs.device)
     with on_device(inputs):
         launch(
             folded_depthwise_kernel,
@@ -263,4 +265,5 @@ def folded_conv(
         )
     if not mean:
         return out, kept
-    return out, means.sum(1).to(inputs.dtype)[:, :, None, None]
+    whole_mean = means[:, 0] if parts == 1 else means.sum(1).to(inputs.dtype)
+    return out, whole_mean[:, :, None, None]

@@ -19,7 +19,8 @@ from torch import Tensor
 from fastlr.kernels.launching import launch, on_device, workspace
 
 CHANNELS_A_PROGRAM, WEIGHTS_A_STEP = 32, 32
-NORMS_BLOCK = 256  # channels that the norms are made of at a time
+# Channels that the norms are made of at a time. One warp adds them up without waiting for others.
+NORMS_BLOCK, NORMS_WARPS = 256, 1
 
 
 @triton.jit(do_not_specialize=["splits", "weights"])
@@ -183,7 +184,7 @@ def finish_norms(
             inner.shape[1],
             outputs,
             BLOCK=NORMS_BLOCK,
-            num_warps=4,
+            num_warps=NORMS_WARPS,
         )
     return norms.unbind(0)
 

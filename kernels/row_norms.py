@@ -2,9 +2,9 @@
 
 Otherwise these take three launches or six.
 
-``dense_sq_norms`` and the case of one row of ``linear_sq_norms`` (fastlr.ops.reference.norms). A
-program takes one sample and adds in float64, always in the same order; samples too long for that
-are left to plain torch. The limit is reading the inputs once.
+``dense_sq_norms``, ``one_row_sq_norms`` and the case of one row of ``linear_sq_norms``
+(fastlr.ops.reference.norms). A program takes one sample and adds in float64, always in the same
+order; samples too long for that are left to plain torch. The limit is reading the inputs once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def row_norms_kernel(
     norms,
     a,
     g,
+    norms_of_g,
     a_sample,
     a_group,
     a_column,
@@ -47,21 +48,31 @@ def row_norms_kernel(
     outputs,
     BLOCK: tl.constexpr,
 ):
-    """Sum over the groups of |a|^2 |g|^2, or of |a|^2 where g is None, for one sample."""
+    """Sum over the groups of |a|^2 |g|^2, or of |a|^2 where g is None, for one sample.
+
+    The sum over the groups of |g|^2 goes to ``norms_of_g`` unless that is None.
+    """
     sample = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([1], tl.float64)
+    total, total_of_g = tl.zeros([1], tl.float64), tl.zeros([1], tl.float64)
     for group in range(0, groups):
         part = _square_sum(a + sample * a_sample + group * a_group, a_column, inputs, BLOCK)
         if g is not None:
-            part *= _square_sum(g + sample * g_sample + group * g_group, g_column, outputs, BLOCK)
+            of_g = _square_sum(g + sample * g_sample + group * g_group, g_column, outputs, BLOCK)
+            part *= of_g
+            total_of_g += of_g
         total += part
     tl.store(norms + sample + tl.arange(0, 1), total)
+    if norms_of_g is not None:
+        tl.store(norms_of_g + sample + tl.arange(0, 1), total_of_g)
 
 
-def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
+def row_norms(a: Tensor, g: Tensor | None, norms_of_g: Tensor | None = None) -> Tensor:
     """Return squared norms [B], float64, of g_n a_n^T, or of a_n, summed over N.
 
-    Shapes: a [B, N, I], g [B, N, O].
+    Args:
+        a: [B, N, I].
+        g: [B, N, O]; None for one.
+        norms_of_g: Is filled with the squared norms [B] of g_n, summed over N; float64.
     """
     count, groups, inputs = a.shape
     strides = (0, 0, 0) if g is None else g.stride()
@@ -76,6 +87,7 @@ def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
             norms,
             a,
             g,
+            norms_of_g,
             *a.stride(),
             *strides,
             groups,
@@ -96,3 +108,13 @@ def dense_sq_norms(
         if len(grads)
         else NotImplemented
     )
+
+
+def one_row_sq_norms(
+    a: Tensor,  # [B, I]
+    g: Tensor,  # [B, O]
+) -> tuple[Tensor, Tensor]:  # [B], [B]
+    """See fastlr.ops.reference.norms.one_row_sq_norms."""
+    of_bias = torch.empty(len(g), dtype=torch.float64, device=g.device)
+    of_weight = row_norms(a[:, None], g[:, None], of_bias)
+    return NotImplemented if of_weight is NotImplemented else (of_weight, of_bias)

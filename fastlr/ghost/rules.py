@@ -181,7 +181,16 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
             factors[2] = Dense(_summed(g, None, [1, *range(3, g.ndim)]))
         else:
             raise Unsupported("a parameter as the input of a convolution")
+    weight, bias = factors.get(1), factors.get(2)
+    if isinstance(weight, Conv) and isinstance(bias, Dense) and _sees_all_at_once(weight):
+        factors[1], factors[2] = _of_one_row(weight, bias, weight.x.flatten(1))
     return factors
+
+
+def _sees_all_at_once(conv: Conv) -> bool:
+    """Return True if a convolution's window is a sample's whole input, so that it has one place."""
+    whole = conv.x.shape[1:].numel() == conv.weight.shape[1:].numel()
+    return whole and not conv.geometry.transposed and not any(conv.geometry.padding)
 
 
 def _product(
@@ -252,25 +261,22 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
             factors[0] = Dense(_times(_reduced(site, site.g, shape), n._saved_beta))
         else:
             factors[slot] = _product(site, slot - 1, *names, shape, float(n._saved_alpha))
-    return factors if n._saved_beta != 1 or n._saved_alpha != 1 else _with_one_row(factors)
-
-
-def _with_one_row(factors: dict[int, Factor]) -> dict[int, Factor]:
-    """The norms of a bias and a weight, if samples have one row each: |g|^2 and |g|^2 |a|^2."""
     bias, weight = factors.get(0), factors.get(2)
-    if (
-        not isinstance(bias, Dense)
-        or not isinstance(weight, Outer)
-        or ops.backend_for(weight.g) != "torch"
-    ):
-        return factors
-    if weight.g.shape[1:3] != (1, 1) or bias.grads.shape[1:] != weight.g.shape[3:]:
-        return factors
-    of_g = bias.sq_norms()
-    return {
-        0: Norms(of_g, lambda: bias),
-        2: Norms(of_g * Dense(weight.a).sq_norms(), lambda: weight),
-    }
+    plain = n._saved_beta == n._saved_alpha == 1
+    if plain and isinstance(bias, Dense) and isinstance(weight, Outer):
+        if weight.g.shape[1:] == (1, 1, *bias.grads.shape[1:]):
+            factors[2], factors[0] = _of_one_row(weight, bias, weight.a.flatten(1))
+    return factors
+
+
+def _of_one_row(
+    weight: Factor,
+    bias: Dense,
+    a: Tensor,  # [B, I]
+) -> tuple[Norms, Norms]:
+    """The norms of a weight and a bias of which each sample uses one row: |g|^2 |a|^2, |g|^2."""
+    of_weight, of_bias = ops.run("one_row_sq_norms", a, bias.grads)
+    return Norms(of_weight, lambda: weight), Norms(of_bias, lambda: bias)
 
 
 def _reduced(

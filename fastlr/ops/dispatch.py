@@ -44,6 +44,7 @@ _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     "linear_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.linear_norms", (0, 1)),
     "column_sq_norms": ("ops.reference.norms", "ops.linear", None, (0, 1)),
     "dense_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.row_norms", (0,)),
+    "one_row_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.row_norms", (0, 1)),
     "conv_sq_norms": ("ops.reference.norms", "ops.convolution", "kernels.conv_norms", (0, 1)),
     "conv_grads": ("ops.reference.norms", "ops.convolution", None, (0, 1)),
     "embedding_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.embedding_norms", (0, 1)),

@@ -65,6 +65,15 @@ def dense_sq_norms(
     return grads.reshape(len(grads), -1).double().square().sum(1)
 
 
+def one_row_sq_norms(
+    a: Tensor,  # [B, I]
+    g: Tensor,  # [B, O]
+) -> tuple[Tensor, Tensor]:  # [B], [B]
+    """See fastlr.ops.reference.norms.one_row_sq_norms."""
+    of_bias = dense_sq_norms(g)
+    return of_bias * dense_sq_norms(a), of_bias
+
+
 def linear_sq_norms(
     a: Tensor,  # [B, N, T, I]
     g: Tensor,  # [B, N, T, O]

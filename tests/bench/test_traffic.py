@@ -33,6 +33,7 @@ def test_a_chunk_of_a_small_network():
     counted = traffic.chunk_traffic(model, fastlr.ShapeImages((3, 8, 8)), 4, torch.bfloat16)
     assert counted.launches["fold_weights_kernel"] == 1
     assert counted.launches["paint_kernel"] == 1
+    assert counted.launches["row_norms_kernel"] == 1  # weight and bias of the last layer
     # read x [4, 3, 64] and the folded weight and bias, write the output [4, 8, 64]
     assert 0 <= counted.bytes["folded_pointwise_kernel"] - 2 * (4 * 3 * 64 + 4 * 8 * 64 + 24) < 200
     assert torch.equal(torch.empty(2).fill_(1.0), torch.ones(2)), "all is as before"

@@ -11,6 +11,7 @@ from pytest import mark
 from single_samples import Written
 from torch import nn
 
+from fastlr import ops
 from fastlr.ops.geometry import ConvGeometry
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -67,6 +68,36 @@ def test_convolutions_go_by_rule(axes, options, folded):
 def test_transposed_convolutions_go_by_rule(axes, options):
     weight = torch.randn(4, 6, *[3] * axes)
     holds(randomise(convolving(TRANSPOSED[axes], weight, options)), images(axes))
+
+
+WHOLE = {  # call, options, shape of the weight, that of the input, whether it is seen at once
+    "point": (F.conv2d, {"stride": 2}, (6, 4, 1, 1), (4, 1, 1), True),
+    "window": (F.conv1d, {}, (6, 4, 3), (4, 3), True),
+    # The output's one place has met padding alone.
+    "padded": (F.conv2d, {"padding": 1, "stride": 3}, (6, 4, 1, 1), (4, 1, 1), False),
+    "two places": (F.conv1d, {"stride": 2}, (6, 4, 1), (4, 2), False),
+    "groups": (F.conv1d, {"groups": 2}, (6, 2, 1), (4, 1), False),
+    "transposed": (F.conv_transpose1d, {}, (6, 6, 1), (6, 1), False),
+}
+
+
+@mark.parametrize("case", WHOLE)
+def test_weight_and_bias_share_a_norm_where_a_window_is_the_whole_input(case, monkeypatch):
+    call, options, weight, size, shares = WHOLE[case]
+    asked, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda op, *args: asked.append(op) or run(op, *args))
+    model = convolving(call, torch.randn(weight), options)
+    holds(randomise(model), torch.randn(4, *size, dtype=torch.float64))
+    assert ("one_row_sq_norms" in asked) == shares
+    assert ("conv_sq_norms" in asked) != shares
+
+
+def test_uses_of_one_row_add_their_gradients():
+    conv = nn.Conv2d(4, 4, 1)
+    twice = Written(lambda m, x: m.conv(m.conv(x).tanh()).flatten(1), conv=conv)
+    holds(randomise(twice), images(2)[:, :, :1, :1])
+    several = Written(lambda m, x: m.conv(x.view(-1, 4, 1, 1)).view(len(x), -1), conv=conv)
+    holds(randomise(several), images(1))
 
 
 def test_padding_that_differs_between_the_sides_is_not_folded():

@@ -68,7 +68,7 @@ def test_asking_launches_nothing():
     (noted,) = kernel_checks.variants(
         dispatch._kernel_launcher("dense_sq_norms"), (torch.ones(3, 7),)
     )
-    assert noted.startswith("row_norms_kernel(norms=*float64, a=*float32, g=None, a_sample=i32")
+    assert noted.startswith("row_norms_kernel(norms=*float64, a=*float32, g=None, norms_of_g=None")
     assert "a_column=i32 1" in noted
     assert "BLOCK=1024, num_warps=4" in noted
     with launching.asked() as outer, launching.asked() as inner:

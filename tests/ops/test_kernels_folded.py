@@ -75,6 +75,19 @@ LEFT = {
     ),
 }
 
+
+def in_low_precision(args):
+    """A call of the forward pass in bfloat16, and in float32 on the same values."""
+    low = moved("folded_conv", args, torch.device("cpu"), torch.bfloat16)
+    return low, tuple(changed(lambda a, _: a.float() if isinstance(a, Tensor) else a, low))
+
+
+MEANS = {
+    name: in_low_precision(calls["folded_conv"])
+    for name, calls in CASES.items()
+    if calls["folded_conv"][3]
+}
+
 RUN = """
 import inspect
 from itertools import product
@@ -88,9 +101,12 @@ def run(cases):
     return {(name, op): ops.get(op, "triton")(*args) for name, op, args in calls}
 
 
-cases, norms, low, left = given
+cases, norms, low, left, means = given
 results = {"norms": run(norms), "cases": run(cases), "left": run(left)}
 results["again"] = run(dict(list(cases.items())[::10]))
+results["means"] = {}
+for name, pair in means.items():
+    results["means"][name] = [ops.get("folded_conv", "triton")(*args)[1] for args in pair]
 with ops.using("triton"):
     backward = {name: calls["folded_conv_backward"] for name, calls in left.items()}
     results["left_run"] = {n: ops.run("folded_conv_backward", *a) for n, a in backward.items()}
@@ -128,7 +144,7 @@ def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter, some twice."""
     cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
     return interpreter.interpreted(
-        RUN, tmp_path_factory.mktemp("folded"), (cases, norms, LOW, LEFT)
+        RUN, tmp_path_factory.mktemp("folded"), (cases, norms, LOW, LEFT, MEANS)
     )
 
 
@@ -157,6 +173,15 @@ def test_kernels_agree_with_the_definition(name, op, interpreted):
     if not mean:
         assert (got[1] is got[0]) == (block.activation in ("none", "relu", "relu6"))
         assert all(t.dtype == x.tensor.dtype for t in got)
+
+
+@mark.parametrize("name", MEANS)
+def test_means_are_rounded_once(name, interpreted):
+    """Whether one program makes them, which writes them itself, or several."""
+    low, wide = interpreted["means"][name]
+    assert low.dtype == torch.bfloat16 and wide.dtype == torch.float32
+    assert torch.equal(low, wide.bfloat16())
+    check_results(wide, definition("folded_conv", MEANS[name][1])[1], TOLERANCE[torch.float32])
 
 
 @mark.parametrize("name", interpreter.params(NORMS, SLOW))

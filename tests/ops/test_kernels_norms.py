@@ -10,7 +10,7 @@ from expected import needs_gpu, needs_triton
 from pytest import fixture, mark
 
 from bench.convolution_cases import conv_cases, convolution, geometry, moments_cases
-from bench.kernel_cases import dense_cases, linear_cases
+from bench.kernel_cases import dense_cases, linear_cases, one_row_cases
 from fastlr import ops
 from fastlr.ops.kernel_calls import channels_last, draw, moved, plain_block
 
@@ -24,6 +24,7 @@ TOLERANCE = {
 
 OPS = {
     "dense_sq_norms": dense_cases(),
+    "one_row_sq_norms": one_row_cases(),
     "linear_sq_norms": linear_cases(),
     "conv_sq_norms": conv_cases(),
     "folded_conv_sq_norms": moments_cases(),

@@ -73,6 +73,13 @@ def test_linear(count, groups, rows, inputs, outputs, dtype):
     hold("column_sq_norms", a[:, 0], g[:, 0], dtype=dtype)
 
 
+@mark.parametrize("dtype", DTYPES)
+def test_one_row(dtype):
+    a, g = draw(4, 9, dtype=dtype), draw(4, 6, dtype=dtype, seed=1)
+    hold("one_row_sq_norms", a, g, dtype=dtype)
+    hold("one_row_sq_norms", a.mT.contiguous().mT, g[:, ::2], dtype=dtype)
+
+
 def test_long_sums_of_squares_keep_their_digits():
     """Torch's own norm of 2^23 elements in float32 is off by more than 1e-4 on a CPU."""
     t = draw(1, (1 << 23) + 5, dtype=torch.float32)

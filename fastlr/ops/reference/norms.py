@@ -59,6 +59,24 @@ def dense_sq_norms(
     return grads.double().flatten(1).square().sum(1)
 
 
+def one_row_sq_norms(
+    a: Tensor,  # [B, I]
+    g: Tensor,  # [B, O]
+) -> tuple[Tensor, Tensor]:  # [B], [B]
+    """Return the squared norms of the gradients of a weight and of a bias, g a^T and g.
+
+    Where a sample is one row of a product with a bias.
+
+    Args:
+        a: inputs [B, I].
+        g: output gradients [B, O].
+
+    Returns:
+        ||g a^T||_F^2 and ||g||^2 of each sample, float64.
+    """
+    return linear_sq_norms(a[:, None, None], g[:, None, None]), dense_sq_norms(g)
+
+
 def conv_grads(
     x: Tensor,  # [B, K, C, *spatial]
     g: Tensor,  # [B, K, O, *spatial']
