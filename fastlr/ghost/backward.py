@@ -41,6 +41,7 @@ from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.recurrent import NODE as SCAN
 from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
+from fastlr.ghost.small_factors import SmallFactors
 from fastlr.ops.linear import chunks
 
 _OWN = {*OURS, SCAN}
@@ -108,6 +109,7 @@ class Structure:
     Attributes:
         uses: of parameters.
         by_node: the same by node.
+        lowest: those of these nodes below which no other parameters are on the sample side.
         groups: of parameters.
         group_of: the group of each source.
         times_used: how often a source is used.
@@ -115,6 +117,7 @@ class Structure:
 
     uses: list[Use]
     by_node: dict[int, list[Use]] = field(default_factory=dict)
+    lowest: dict[int, None] = field(default_factory=dict)  # in order
     groups: list[Group] = field(default_factory=list)
     group_of: dict[Place, Group] = field(default_factory=dict)
     times_used: Counter[Place] = field(default_factory=Counter)
@@ -126,6 +129,7 @@ class Structure:
         for use in structure.uses:
             structure.by_node.setdefault(use.node, []).append(use)
             structure.times_used[use.source] += 1
+        structure.lowest = dict.fromkeys(filter(graph.is_lowest, structure.by_node))
         structure.groups = _groups(graph, structure.times_used)
         for group in structure.groups:
             structure.group_of |= dict.fromkeys(group.sources, group)
@@ -240,9 +244,9 @@ def backward(
 
     def counted(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         visits[i] += 1
-        visit(i, tuple(gradients))
+        visit(i, gradients)
 
-    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_lowest(i))
+    lowest = structure.lowest
     above = [i for i in structure.by_node if i not in lowest]
     places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
@@ -257,7 +261,7 @@ def backward(
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
         for i in lowest:
-            counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
+            counted(i, tuple([gradients.pop((i, output)) for output in range(graph.outputs(i))]))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
         raise ModelError(
@@ -315,7 +319,7 @@ def sq_norms(
 
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         uses = norms.wanted(structure.by_node[i])
-        if not uses or all(g is None for g in gradients):
+        if not uses or not any([g is not None for g in gradients]):
             return
         by_output = {o: layouts[i, o] for o in range(len(gradients)) if (i, o) in layouts}
         shapes = {use.slot: graph.shape(*use.source) for use in uses}
@@ -341,8 +345,9 @@ def sq_norms(
 class _NormsOfUses:
     """Makes norms of parameters from the factors of their uses.
 
-    Those of a parameter that is used once are taken as its factor comes; the factors of others wait
-    until all have come, as a parameter's gradient is the sum over its uses.
+    Those of a parameter that is used once are taken as its factor comes, or with those of others
+    where it is small; the factors of other parameters wait until all have come, as a parameter's
+    gradient is the sum over its uses.
 
     Args:
         graph: classified.
@@ -356,6 +361,7 @@ class _NormsOfUses:
     def __init__(self, graph: Graph, structure: Structure, skip: frozenset[str]) -> None:
         self.graph, self.structure = graph, structure
         self.by_name: dict[str, Tensor] = {}
+        self._small = SmallFactors(self._add)
         self._waiting: dict[Place, list[Factor]] = {}
         self._skipped: set[Place] = set()
         for group in structure.groups if skip else ():
@@ -364,6 +370,8 @@ class _NormsOfUses:
 
     def wanted(self, uses: list[Use]) -> list[Use]:
         """Return those of the uses that parameters that are not skipped have a part in."""
+        if not self._skipped:
+            return uses
         return [use for use in uses if use.source not in self._skipped]
 
     def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
@@ -371,7 +379,7 @@ class _NormsOfUses:
         for use in uses:
             group, factor = self.structure.group_of[use.source], factors[use.slot]
             if group.relation == "disjoint views" and self.structure.times_used[use.source] == 1:
-                self._add(self.graph.parameters[group.parameters[0]], factor.sq_norms())
+                self._small.add(self.graph.parameters[group.parameters[0]], factor)
                 continue
             if isinstance(factor, Norms):  # they cannot be added to others
                 if factor.whole is None:
@@ -381,7 +389,8 @@ class _NormsOfUses:
             self._waiting.setdefault(use.source, []).append(factor)
 
     def add_waiting(self) -> None:
-        """Add the norms of the groups of parameters whose factors have waited for each other."""
+        """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
+        self._small.flush()
         for group in self.structure.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
             if factors:
@@ -422,7 +431,7 @@ def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
     name = graph.names[uses[0].node]
     if name not in RULES:
         raise Unsupported(f"no rule for {name}")
-    complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
+    complex_gradient = any([g is not None and g.is_complex() for g in site.gradients])
     complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
     if (complex_gradient or complex_slots) and name not in COMPLEX:
         raise Unsupported("complex numbers")
