@@ -26,12 +26,21 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
+from fastlr import ops
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
 
 # Importing these registers their rules.
 from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401
-from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
+from fastlr.ghost.factors import (
+    CHUNK_ELEMENTS,
+    Dense,
+    Factor,
+    Norms,
+    Sum,
+    combined_sq_norms,
+    joined,
+)
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
@@ -41,10 +50,11 @@ from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.recurrent import NODE as SCAN
 from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
-from fastlr.ghost.small_factors import SmallFactors
 from fastlr.ops.linear import chunks
 
 _OWN = {*OURS, SCAN}
+SMALL = 1 << 16  # elements of a factor up to which a copy of it costs less than a call saves
+HELD = 1 << 20  # elements of factors that wait for others like them
 # What a rule may raise where it does not apply, in a proof.
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
@@ -109,7 +119,6 @@ class Structure:
     Attributes:
         uses: of parameters.
         by_node: the same by node.
-        lowest: those of these nodes below which no other parameters are on the sample side.
         groups: of parameters.
         group_of: the group of each source.
         times_used: how often a source is used.
@@ -117,7 +126,6 @@ class Structure:
 
     uses: list[Use]
     by_node: dict[int, list[Use]] = field(default_factory=dict)
-    lowest: dict[int, None] = field(default_factory=dict)  # in order
     groups: list[Group] = field(default_factory=list)
     group_of: dict[Place, Group] = field(default_factory=dict)
     times_used: Counter[Place] = field(default_factory=Counter)
@@ -129,7 +137,6 @@ class Structure:
         for use in structure.uses:
             structure.by_node.setdefault(use.node, []).append(use)
             structure.times_used[use.source] += 1
-        structure.lowest = dict.fromkeys(filter(graph.is_lowest, structure.by_node))
         structure.groups = _groups(graph, structure.times_used)
         for group in structure.groups:
             structure.group_of |= dict.fromkeys(group.sources, group)
@@ -197,13 +204,9 @@ def _relation_of_views(graph: Graph, chains: dict[Place, list[Place]]) -> str:
     if float(times_seen.max()) <= 1:
         return "disjoint views"
     shapes = {graph.shape(*source) for source in chains}
-    if len(shapes) == 1 and all(_equal_maps(one, maps[0]) for one in maps[1:]):
+    if len(shapes) == 1 and all(all(map(torch.equal, one, maps[0])) for one in maps[1:]):
         return "equal views"
     return "computed"
-
-
-def _equal_maps(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
@@ -246,7 +249,7 @@ def backward(
         visits[i] += 1
         visit(i, gradients)
 
-    lowest = structure.lowest
+    lowest = dict.fromkeys(filter(graph.is_lowest, structure.by_node))
     above = [i for i in structure.by_node if i not in lowest]
     places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
@@ -261,7 +264,7 @@ def backward(
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
         for i in lowest:
-            counted(i, tuple([gradients.pop((i, output)) for output in range(graph.outputs(i))]))
+            counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
         raise ModelError(
@@ -319,7 +322,7 @@ def sq_norms(
 
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         uses = norms.wanted(structure.by_node[i])
-        if not uses or not any([g is not None for g in gradients]):
+        if not uses or all(g is None for g in gradients):
             return
         by_output = {o: layouts[i, o] for o in range(len(gradients)) if (i, o) in layouts}
         shapes = {use.slot: graph.shape(*use.source) for use in uses}
@@ -361,7 +364,8 @@ class _NormsOfUses:
     def __init__(self, graph: Graph, structure: Structure, skip: frozenset[str]) -> None:
         self.graph, self.structure = graph, structure
         self.by_name: dict[str, Tensor] = {}
-        self._small = SmallFactors(self._add)
+        self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by form
+        self._held = 0  # elements of these
         self._waiting: dict[Place, list[Factor]] = {}
         self._skipped: set[Place] = set()
         for group in structure.groups if skip else ():
@@ -370,8 +374,6 @@ class _NormsOfUses:
 
     def wanted(self, uses: list[Use]) -> list[Use]:
         """Return those of the uses that parameters that are not skipped have a part in."""
-        if not self._skipped:
-            return uses
         return [use for use in uses if use.source not in self._skipped]
 
     def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
@@ -379,7 +381,7 @@ class _NormsOfUses:
         for use in uses:
             group, factor = self.structure.group_of[use.source], factors[use.slot]
             if group.relation == "disjoint views" and self.structure.times_used[use.source] == 1:
-                self._small.add(self.graph.parameters[group.parameters[0]], factor)
+                self._add_factor(self.graph.parameters[group.parameters[0]], factor)
                 continue
             if isinstance(factor, Norms):  # they cannot be added to others
                 if factor.whole is None:
@@ -390,12 +392,37 @@ class _NormsOfUses:
 
     def add_waiting(self) -> None:
         """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
-        self._small.flush()
+        self._add_small()
         for group in self.structure.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
             if factors:
                 for name, value in _norms_of_group(self.graph, group, factors).items():
                     self._add(name, value)
+
+    def _add_factor(self, name: str, factor: Factor) -> None:
+        """Add the norms of a factor: of a small one together with those of others of its form.
+
+        Of a few thousand elements an op costs its call more than its arithmetic.
+        """
+        tensors = [getattr(factor, name) for name in factor.joined]
+        elements = sum([t.numel() for t in tensors])
+        if not 0 < elements <= SMALL or ops.backend_for(*tensors) != "torch":
+            self._add(name, factor.sq_norms())
+            return
+        form = type(factor), *[(t.dtype, t.shape) for t in tensors]
+        self._small.setdefault(form, []).append((name, factor))
+        self._held += elements
+        if self._held > HELD:
+            self._add_small()
+
+    def _add_small(self) -> None:
+        """Add the norms of small factors that have waited: of each form, joined, by one op."""
+        waiting, self._small, self._held = self._small, {}, 0
+        for alike in waiting.values():
+            names, factors = zip(*alike, strict=True)
+            norms = joined(factors, 0).sq_norms().view(len(names), -1)
+            for name, value in zip(names, norms, strict=True):
+                self._add(name, value)
 
     def _add(self, name: str, value: Tensor) -> None:
         before = self.by_name.get(name)
@@ -431,7 +458,7 @@ def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
     name = graph.names[uses[0].node]
     if name not in RULES:
         raise Unsupported(f"no rule for {name}")
-    complex_gradient = any([g is not None and g.is_complex() for g in site.gradients])
+    complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
     complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
     if (complex_gradient or complex_slots) and name not in COMPLEX:
         raise Unsupported("complex numbers")
