@@ -27,12 +27,21 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
+from fastlr import ops
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError, warn
 
 # Importing these registers their rules.
 from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401
-from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
+from fastlr.ghost.factors import (
+    CHUNK_ELEMENTS,
+    Dense,
+    Factor,
+    Norms,
+    Sum,
+    combined_sq_norms,
+    joined,
+)
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
@@ -48,6 +57,8 @@ from fastlr.ops.torch_private import own_function
 _OWN = {*OURS, SCAN}
 # A batch may take so long by a formula of the user's before anything is said.
 _SECONDS_OF_A_FORMULA = 1.0
+SMALL = 1 << 16  # elements of a factor up to which a copy of it costs less than a call saves
+HELD = 1 << 20  # elements of factors that wait for others like them
 # What a rule may raise where it does not apply, in a proof.
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
@@ -197,13 +208,9 @@ def _relation_of_views(graph: Graph, chains: dict[Place, list[Place]]) -> str:
     if float(times_seen.max()) <= 1:
         return "disjoint views"
     shapes = {graph.shape(*source) for source in chains}
-    if len(shapes) == 1 and all(_equal_maps(one, maps[0]) for one in maps[1:]):
+    if len(shapes) == 1 and all(all(map(torch.equal, one, maps[0])) for one in maps[1:]):
         return "equal views"
     return "computed"
-
-
-def _equal_maps(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
 
 
 def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
@@ -244,9 +251,9 @@ def backward(
 
     def counted(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         visits[i] += 1
-        visit(i, tuple(gradients))
+        visit(i, gradients)
 
-    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_lowest(i))
+    lowest = dict.fromkeys(filter(graph.is_lowest, structure.by_node))
     above = [i for i in structure.by_node if i not in lowest]
     places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
@@ -345,8 +352,9 @@ def sq_norms(
 class _NormsOfUses:
     """Makes norms of parameters from the factors of their uses.
 
-    Those of a parameter that is used once are taken as its factor comes; the factors of others wait
-    until all have come, as a parameter's gradient is the sum over its uses.
+    Those of a parameter that is used once are taken as its factor comes, or with those of others
+    where it is small; the factors of other parameters wait until all have come, as a parameter's
+    gradient is the sum over its uses.
 
     Args:
         graph: classified.
@@ -360,6 +368,8 @@ class _NormsOfUses:
     def __init__(self, graph: Graph, structure: Structure, skip: frozenset[str]) -> None:
         self.graph, self.structure = graph, structure
         self.by_name: dict[str, Tensor] = {}
+        self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by form
+        self._held = 0  # elements of these
         self._waiting: dict[Place, list[Factor]] = {}
         self._skipped: set[Place] = set()
         for group in structure.groups if skip else ():
@@ -375,7 +385,7 @@ class _NormsOfUses:
         for use in uses:
             group, factor = self.structure.group_of[use.source], factors[use.slot]
             if group.relation == "disjoint views" and self.structure.times_used[use.source] == 1:
-                self._add(self.graph.parameters[group.parameters[0]], factor.sq_norms())
+                self._add_factor(self.graph.parameters[group.parameters[0]], factor)
                 continue
             if isinstance(factor, Norms):  # they cannot be added to others
                 if factor.whole is None:
@@ -385,12 +395,38 @@ class _NormsOfUses:
             self._waiting.setdefault(use.source, []).append(factor)
 
     def add_waiting(self) -> None:
-        """Add the norms of the groups of parameters whose factors have waited for each other."""
+        """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
+        self._add_small()
         for group in self.structure.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
             if factors:
                 for name, value in _norms_of_group(self.graph, group, factors).items():
                     self._add(name, value)
+
+    def _add_factor(self, name: str, factor: Factor) -> None:
+        """Add the norms of a factor: of a small one together with those of others of its form.
+
+        Of a few thousand elements an op costs its call more than its arithmetic.
+        """
+        tensors = [getattr(factor, name) for name in factor.joined]
+        elements = sum([t.numel() for t in tensors])
+        if not 0 < elements <= SMALL or ops.backend_for(*tensors) != "torch":
+            self._add(name, factor.sq_norms())
+            return
+        form = type(factor), *[(t.dtype, t.shape) for t in tensors]
+        self._small.setdefault(form, []).append((name, factor))
+        self._held += elements
+        if self._held > HELD:
+            self._add_small()
+
+    def _add_small(self) -> None:
+        """Add the norms of small factors that have waited: of each form, joined, by one op."""
+        waiting, self._small, self._held = self._small, {}, 0
+        for alike in waiting.values():
+            names, factors = zip(*alike, strict=True)
+            norms = joined(factors, 0).sq_norms().view(len(names), -1)
+            for name, value in zip(names, norms, strict=True):
+                self._add(name, value)
 
     def _add(self, name: str, value: Tensor) -> None:
         before = self.by_name.get(name)

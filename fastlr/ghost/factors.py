@@ -9,10 +9,10 @@ their rows, takes the inner product of a tied embedding's two forms by itself, |
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import product
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,26 @@ CHUNK_ELEMENTS = 1 << 24  # of dense per-sample gradients held at once
 
 
 class Factor:
-    """Gradients [B, *shape] of one tensor in some form."""
+    """Gradients [B, *shape] of one tensor in some form.
+
+    What its first field holds has the samples first.
+
+    Attributes:
+        joined: names of the tensors that are joined where factors are (see `joined`).
+        row_axis: of these tensors.
+    """
+
+    joined: ClassVar[tuple[str, ...]] = ()
+    row_axis = 0
+
+    @property
+    def form(self) -> Any:
+        """What factors have in common whose sum is had by joining them along their rows."""
+        return id(self)
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        raise NotImplementedError
+        return len(next(iter(vars(self).values())))
 
     def sq_norms(self) -> Tensor:
         """Squared norm of each sample's gradient: [B], float64."""
@@ -56,9 +71,7 @@ class Dense(Factor):
     """The gradients themselves: [B, *shape]."""
 
     grads: Tensor
-
-    def __len__(self) -> int:
-        return len(self.grads)
+    joined = ("grads",)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run(
@@ -87,9 +100,11 @@ class Outer(Factor):
     g: Tensor
     shape: tuple[int, ...]
     inputs_first: bool = False
+    joined, row_axis = ("a", "g"), 2
 
-    def __len__(self) -> int:
-        return len(self.g)
+    @property
+    def form(self) -> Any:  # noqa: D102
+        return type(self), self.inputs_first
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("linear_sq_norms", self.a, self.g)
@@ -133,9 +148,11 @@ class Rows(Factor):
     ids: Tensor
     g: Tensor
     shape: tuple[int, ...]
+    joined, row_axis = ("ids", "g"), 1
 
-    def __len__(self) -> int:
-        return len(self.g)
+    @property
+    def form(self) -> Any:  # noqa: D102
+        return Rows, self.shape
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("embedding_sq_norms", self.ids, self.g)
@@ -157,9 +174,6 @@ class Bilinear(Factor):
     y: Tensor
     g: Tensor
     shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.g)
 
     def _outer(self, lo: int, hi: int) -> Outer:
         products = raised(self.x[lo:hi, :, :, None]) * raised(self.y[lo:hi, :, None])
@@ -190,9 +204,6 @@ class Conv(Factor):
     weight: Tensor
     geometry: ConvGeometry
 
-    def __len__(self) -> int:
-        return len(self.g)
-
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("conv_sq_norms", self.x, self.g, self.weight, self.geometry)
 
@@ -209,9 +220,6 @@ class Norms(Factor):
 
     values: Tensor
     whole: Callable[[], Factor] | None = None
-
-    def __len__(self) -> int:
-        return len(self.values)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return self.values
@@ -258,24 +266,23 @@ def _tied(rows: Rows, outer: Outer) -> Tensor:
 
 def _merge(factors: list[Factor]) -> list[Factor]:
     """Join factors of the same form along their rows, where that gives the sum."""
-    outers = [f for f in factors if isinstance(f, Outer)]
-    rows = [f for f in factors if isinstance(f, Rows)]
-    merged: list[Factor] = [f for f in factors if not isinstance(f, (Outer, Rows))]
-    for kind, flag in product((Outer, ComplexOuter), (False, True)):
-        same = [f for f in outers if type(f) is kind and f.inputs_first is flag]
-        if same:
-            a = _joined([f.a for f in same], 2)
-            merged.append(replace(same[0], a=a, g=_joined([f.g for f in same], 2)))
-    for shape in dict.fromkeys(f.shape for f in rows):
-        alike = [f for f in rows if f.shape == shape]
-        ids = _joined([f.ids for f in alike], 1)
-        merged.append(replace(alike[0], ids=ids, g=_joined([f.g for f in alike], 1)))
-    return merged
+    by_form: dict[Any, list[Factor]] = {}
+    for factor in factors:
+        by_form.setdefault(factor.form, []).append(factor)
+    return [joined(alike, alike[0].row_axis) for alike in by_form.values()]
 
 
-def _joined(tensors: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy of one alone: it may be as large as the logits."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+def joined(alike: Sequence[Any], axis: int) -> Any:
+    """Return one factor of several of the same form: a single one itself, as it may be large.
+
+    Along axis 0 it has the samples of all. Along that of the rows it is their sum.
+    """
+    if len(alike) == 1:
+        return alike[0]
+    tensors = {}
+    for name in alike[0].joined:
+        tensors[name] = torch.cat([getattr(factor, name) for factor in alike], axis)
+    return replace(alike[0], **tensors)
 
 
 def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,19 +48,7 @@ ALIASES = dict.fromkeys(
 ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
 ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
-_SHOWN = (
-    "start",
-    "end",
-    "step",
-    "index",
-    "dim",
-    "dims",
-    "shifts",
-    "split_size",
-    "split_sizes",
-    "dim0",
-    "dim1",
-)
+_SHOWN = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
 
 RAGGED = (-1,)  # no shape of any tensor
 NEITHER, PARAMETER, SAMPLE = range(3)
@@ -98,9 +87,14 @@ class Graph:
     root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def sizes(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Shapes of all outputs of each node, as `shape` gives them."""
+        return [tuple(map(_sizes, output_metadata(node))) for node in self.nodes]
+
     def shape(self, node: int, output: int = 0) -> torch.Size:
         """Shape of an output of a node in the forward pass; ``RAGGED`` of a nested tensor."""
-        return torch.Size(_sizes(output_metadata(self.nodes[node])[output]))
+        return torch.Size(self.sizes[node][output])
 
     def dtype(self, node: int, output: int = 0) -> torch.dtype:
         """Dtype of an output of a node in the forward pass."""
@@ -108,16 +102,12 @@ class Graph:
 
     def outputs(self, node: int) -> int:
         """Return the number of outputs of a node."""
-        return len(output_metadata(self.nodes[node]))
-
-    def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all outputs of a node, as `shape` gives them."""
-        return tuple(map(_sizes, output_metadata(self.nodes[node])))
+        return len(self.sizes[node])
 
     @property
     def has_nested_tensors(self) -> bool:
         """True if some output of a node is a nested tensor."""
-        return any(m.is_nested_tensor for n in self.nodes for m in output_metadata(n))
+        return any(RAGGED in sizes for sizes in self.sizes)
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -269,18 +259,19 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
     graph = Graph([], [], [], {}, [], root=_root(z))
-    stack: list[tuple] = [(z.grad_fn, None)]
-    opened = set()
+    stack: list = [z.grad_fn]
+    inputs_of: dict = {}
     while stack:
-        node, inputs = stack.pop()
-        if inputs is None:
-            if node not in opened:
-                opened.add(node)
-                inputs = node.next_functions
-                stack.append((node, inputs))
-                stack += [(c, None) for c, _ in inputs[::-1] if c is not None and c not in opened]
+        node = stack[-1]
+        if node not in inputs_of:
+            inputs = inputs_of[node] = node.next_functions
+            stack += [c for c, _ in inputs[::-1] if c is not None and c not in inputs_of]
             continue
-        i = index[node] = len(graph.nodes)
+        stack.pop()
+        if node in index:  # several consumers have put it there
+            continue
+        inputs, i = inputs_of[node], len(graph.nodes)
+        index[node] = i
         name = _kind(node)
         graph.nodes.append(node)
         graph.names.append(name)

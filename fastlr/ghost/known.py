@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
         And with the inputs that carry no samples, as far as a forward pass may branch on them.
         """
-        shapes = count, tuple(map(graph.sizes, range(len(graph.nodes)))), saved_axes(graph)
+        shapes = count, tuple(graph.sizes), saved_axes(graph)
         return Key(graph.signature(), shapes, program, shared_inputs)
 
     @property

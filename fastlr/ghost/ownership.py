@@ -43,6 +43,11 @@ class Step:
     outer: torch.Size  # shape of the output
     inner: torch.Size  # shape of the input
 
+    @property
+    def role(self) -> str:
+        """What the input is to one of fastlr's own nodes; "" for none."""
+        return self.node.roles[self.slot] if self.slot < len(self.node.roles) else ""
+
     def at(self, dim: int) -> Regular | None:
         """The same rows along axis ``dim`` of the input, if it is as long as the output's."""
         fits = 0 <= dim < len(self.inner) and self.inner[dim] == self.outer[self.layout.dim]
@@ -432,8 +437,7 @@ for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "C
 
 
 def _folded_conv(s: Step) -> Regular | None:
-    role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
-    return s.at(0) if role in ("x", "residual", "gate") and s.layout.dim == 0 else None
+    return s.at(0) if s.role in ("x", "residual", "gate") and s.layout.dim == 0 else None
 
 
 _list("FoldedConvBackward", _folded_conv)

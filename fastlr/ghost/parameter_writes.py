@@ -33,26 +33,29 @@ def parameters_watched(model: Callable) -> Iterator[None]:
     if not keepers or on_demand.active():
         yield
         return
-    with no_torch_function():
-        parameters = keepers[0].parameters
     mode = tuple([module.training for module in keepers[0].modules])
-    is_new = any(mode not in kept.writes.watched for kept in keepers)
-    copies = _copies(parameters) if is_new else {}
-    before = _versions(parameters)
+    is_new = any([mode not in kept.writes.watched for kept in keepers])
+    with no_torch_function():  # modes see a call in each of these reads
+        parameters = keepers[0].parameters
+        compared = parameters if is_new else ()
+        copies = {id(one.tensor): Copied.of(one.tensor, unseen=True) for one in compared}
+        before = [one.tensor._version for one in parameters]
     try:
         yield
     finally:
-        now = _versions(parameters)
-        if is_new or now != before:
-            versions = zip(parameters, before, now, strict=True)
-            written = [
-                one
-                for one, old, new in versions
-                if new != old or (is_new and _differs(one.tensor, copies))
-            ]
-            _enter(written, copies, keepers)
-    for kept in keepers:
-        kept.writes.watched.add(mode)
+        with no_torch_function():
+            now = [one.tensor._version for one in parameters]
+            if is_new or now != before:
+                versions = zip(parameters, before, now, strict=True)
+                written = [
+                    one
+                    for one, old, new in versions
+                    if new != old or (is_new and _differs(one.tensor, copies))
+                ]
+                _enter(written, copies, keepers)
+    if is_new:
+        for kept in keepers:
+            kept.writes.watched.add(mode)
 
 
 def written_parameters(model: nn.Module) -> list[Tensor]:
@@ -60,22 +63,9 @@ def written_parameters(model: nn.Module) -> list[Tensor]:
     return [one.tensor for one in seen_written(all_modules(model), writes_of(model))]
 
 
-def _versions(parameters: Sequence[HeldTensor]) -> list[int]:
-    """Return how often each parameter was written to."""
-    with no_torch_function():  # modes see a call in each of these reads
-        return [one.tensor._version for one in parameters]
-
-
-def _copies(parameters: Sequence[HeldTensor]) -> dict[int, Copied]:
-    """Return copies of parameters by their ids."""
-    with no_torch_function(), torch.no_grad():
-        return {id(one.tensor): Copied.of(one.tensor, unseen=True) for one in parameters}
-
-
 def _differs(parameter: Tensor, copies: dict[int, Copied]) -> bool:
     """Return True if a parameter no longer has the values of its copy, as after ``.data``."""
-    with no_torch_function():
-        return not torch.equal(parameter.detach(), copies[id(parameter)].values)
+    return not torch.equal(parameter.detach(), copies[id(parameter)].values)
 
 
 def _enter(

@@ -167,12 +167,7 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         if slot == 1:
             geometry = ConvGeometry.of(
                 n._saved_weight.shape[2:],
-                n._saved_stride,
-                n._saved_padding,
-                n._saved_dilation,
-                n._saved_transposed,
-                n._saved_output_padding,
-                n._saved_groups,
+                *[getattr(n, f"_saved_{option}") for option in ConvGeometry._fields],
             )
             if geometry is None:
                 raise Unsupported("a convolution whose options are not one number for each axis")

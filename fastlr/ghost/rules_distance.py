@@ -30,8 +30,8 @@ class Distances(Factor):
     ``groups`` of rows have points of their own.
 
     Attributes:
-        points: [*groups, M, D].
         rows: of the samples, [B, *groups, T, D].
+        points: [*groups, M, D].
         distances: [B, *groups, M, T].
         g: gradient at them, [B, *groups, M, T].
         p: of the p-norm.
@@ -39,15 +39,12 @@ class Distances(Factor):
             missing or of size 1.
     """
 
-    points: Tensor
     rows: Tensor
+    points: Tensor
     distances: Tensor
     g: Tensor
     p: float
     shape: torch.Size
-
-    def __len__(self) -> int:
-        return len(self.g)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         if self.p == 2 and self.points.ndim == 2 and self.rows.shape[1] == 1:
@@ -119,4 +116,4 @@ def distance(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     rows = by_sample(rows, min(dim, last - 1))
     points = points.expand(*g.shape[1:-2], *points.shape[-2:])
     p = getattr(n, "_saved_p", 2.0)  # of the kind for many points it is no choice
-    return {slot: Distances(points, rows, distances, g, p, site.shapes[slot])}
+    return {slot: Distances(rows, points, distances, g, p, site.shapes[slot])}

@@ -33,8 +33,8 @@ _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backwa
 
 def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The plain containers among a module's attributes, each with a copy."""
-    values = [v for n, v in held.items() if n not in INTERNAL and id(type(v)) in _CONTAINERS]
-    return [(v, v.copy()) for v in values]
+    values = [held[name] for name in held.keys() - INTERNAL]
+    return [(v, v.copy()) for v in values if id(type(v)) in _CONTAINERS]
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -290,6 +290,7 @@ def plain_parameters(modules: Sequence[nn.Module]) -> list[HeldTensor]:
     return [
         HeldTensor(module, place, name, p)
         for module, place in places
+        if place
         for name, p in place.items()
         if type(p) in TENSORS and p.layout is torch.strided and not p.is_inference()
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
+from operator import ge
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,9 @@ def conv_sq_norms(
         x, g, geometry = g, x, geometry.forward()
     groups = geometry.groups
     images, channels = x.shape[1:3]
-    if prod(kernel) == 1 and not any(geometry.padding):
-        x = _strided(x, g.shape[3:], geometry.stride)
+    meets_none_twice = all(map(ge, geometry.stride, kernel)) and not any(geometry.padding)
+    if meets_none_twice and (prod(kernel) == 1 or groups == prod(geometry.dilation) == 1):
+        x = _patches(x, kernel, geometry.stride)
         return linear_sq_norms(_grouped_rows(x, groups), _grouped_rows(g, groups))
     shape = torch.Size((g.shape[2], channels // groups, *kernel))
     if images > 1:
@@ -80,7 +82,7 @@ def weight_grads(
     outputs, kernel, groups = shape[0], tuple(shape[2:]), geometry.groups
     held = chunks(count, shape.numel(), CACHED if x.device.type == "cpu" else None)
     if prod(kernel) == 1 and not any(geometry.padding) and groups == 1:
-        x, g = _strided(x, g.shape[2:], geometry.stride).flatten(2), g.flatten(2)
+        x, g = _patches(x, kernel, geometry.stride).flatten(2), g.flatten(2)
         for lo, hi in held:
             yield lo, hi, g[lo:hi] @ x[lo:hi].mT
     elif groups == channels == outputs:
@@ -121,12 +123,18 @@ def _channels_last(t: Tensor) -> bool:
     )
 
 
-def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Positions of the last axes that a convolution with a kernel of one meets."""
-    for axis, (n, s) in enumerate(zip(size, stride, strict=True), x.ndim - len(size)):
-        if s > 1:
-            x = x.narrow(axis, 0, (n - 1) * s + 1)[(slice(None),) * axis + (slice(None, None, s),)]
-    return x
+def _patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """[*, C, *spatial] -> [*, C * kernel size, *positions]: what is met at each position.
+
+    With a kernel of one, and in a vision transformer's first layer, no pixel is met twice.
+    """
+    axes = len(kernel)
+    first = x.ndim - axes
+    for axis, (size, step) in enumerate(zip(kernel, stride, strict=True), first):
+        x = x.unfold(axis, size, step)  # [*, C, *positions, *kernel] in the end
+    for _ in kernel:
+        x = x.movedim(-1, first)
+    return x.flatten(first - 1, first + axes - 1)
 
 
 def _grouped_rows(t: Tensor, groups: int) -> Tensor:
@@ -204,14 +212,16 @@ def _depthwise_taps(
     """`depthwise_grads` with one product and one sum for each tap."""
     padded = F.pad(x, [p for axis in reversed(geometry.padding) for p in (axis, axis)])
     parts = []
-    for tap in product(*(range(k) for k in kernel)):
-        seen = padded
-        for axis, (k, d, s, n) in enumerate(
-            zip(tap, geometry.dilation, geometry.stride, g.shape[2:], strict=True)
-        ):
-            seen = seen[(slice(None),) * (2 + axis) + (slice(k * d, k * d + (n - 1) * s + 1, s),)]
+    for tap in product(*map(range, kernel)):
+        seen = padded[(..., *_met(tap, geometry, g.shape[2:]))]
         parts.append((seen * g).flatten(2).sum(2))
     return torch.stack(parts, 2).reshape(*x.shape[:2], *kernel)
+
+
+def _met(tap: Sequence[int], geometry: ConvGeometry, size: Sequence[int]) -> tuple[slice, ...]:
+    """Return where a tap meets a padded image, for outputs of this size."""
+    axes = zip(tap, geometry.dilation, geometry.stride, size, strict=True)
+    return tuple([slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, s, n in axes])
 
 
 # -- Gram matrices of pixels
@@ -268,13 +278,7 @@ def conv_gram(
     x = F.pad(x, (left, left, above, above))
     mean_x, mean_g = x.mean((2, 3)), g.mean((2, 3))
     high, wide = x.shape[2:]
-    taps = [
-        tuple(
-            slice(k * d, k * d + (n - 1) * s + 1, s)
-            for k, d, n, s in zip(tap, geometry.dilation, size, geometry.stride, strict=True)
-        )
-        for tap in product(*map(range, kernel))
-    ]
+    taps = [_met(tap, geometry, size) for tap in product(*map(range, kernel))]
     seen = x.new_zeros(len(taps), high, wide)  # which pixels a tap meets
     for k, (rows, columns) in enumerate(taps):
         seen[k, rows, columns] = 1

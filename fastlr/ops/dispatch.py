@@ -406,7 +406,7 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:
-    return any(getattr(a, "is_cuda", False) for a in args)
+    return any([getattr(a, "is_cuda", False) for a in args])
 
 
 @cache

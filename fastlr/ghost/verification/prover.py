@@ -252,9 +252,9 @@ def _enter_sides(graph: Graph, twice: Graph, ledger: Ledger) -> None:
     """
 
     def decide(i: int, key: tuple) -> bool:
-        same = graph.sizes(i) == twice.sizes(i)
+        same = graph.sizes[i] == twice.sizes[i]
         if same:
-            ledger.parameter_side.add((key, graph.sizes(i)))
+            ledger.parameter_side.add((key, graph.sizes[i]))
         else:
             ledger.sample_side.add(key)
         return same
@@ -310,7 +310,7 @@ def _gradients_below(graph: Graph, again: Graph, sources: set[Place]) -> dict[Pl
     if graph.names != again.names or graph.children != again.children:
         return found
     for node, output in sources:
-        if graph.sizes(node) != again.sizes(node):
+        if graph.sizes[node] != again.sizes[node]:
             continue
         variables = [again.nodes[p].variable for p in graph.parameters_below(node)]
         v = generic_cotangent(

@@ -68,7 +68,7 @@ class Ledger:
         """Sides of nodes as far as proven (see Graph.classify)."""
 
         def answer(i: int, key: tuple) -> bool | None:
-            if (key, graph.sizes(i)) in self.parameter_side:
+            if (key, graph.sizes[i]) in self.parameter_side:
                 return True
             return False if key in self.sample_side else None
 
