@@ -213,7 +213,7 @@ def _depthwise_taps(
     padded = F.pad(x, [p for axis in reversed(geometry.padding) for p in (axis, axis)])
     parts = []
     for tap in product(*map(range, kernel)):
-        seen = padded[(slice(None), slice(None), *_met(tap, geometry, g.shape[2:]))]
+        seen = padded[(slice(None),) * 2 + _met(tap, geometry, g.shape[2:])]
         parts.append((seen * g).flatten(2).sum(2))
     return torch.stack(parts, 2).reshape(*x.shape[:2], *kernel)
 
