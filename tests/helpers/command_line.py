@@ -1,8 +1,15 @@
-"""The command line in tests: networks that it loads from a file, and ranks run as by torchrun."""
+"""The command line in tests: networks from a file, ranks run as by torchrun, and a terminal."""
+
+import os
+import pty
+import signal
+import sys
 
 import rank_estimates as work
 import torch.distributed as dist
 from ranks import good, run_ranks
+
+CTRL_C = b"\x03"
 
 NETS = """
 import torch
@@ -56,3 +63,49 @@ def as_torchrun(ranks, folder, arguments):
     return good(
         run_ranks(ranks, work.command, ranks, store.port, arguments, str(folder), backend=None)
     )
+
+
+def interrupted_at(shown, arguments):
+    """Run a command at a terminal, and press Ctrl-C once it shows something.
+
+    Returns:
+        Its exit code, and all that it printed.
+    """
+    (end,) = good(run_ranks(1, _interrupted_at, shown, arguments, backend=None))
+    return end
+
+
+def _interrupted_at(rank, shown, arguments):
+    process, terminal = pty.fork()
+    if not process:
+        _at_terminal(arguments)
+    text, sent = b"", False
+    while part := _read(terminal):
+        text += part
+        if shown in text and not sent:
+            sent = bool(os.write(terminal, CTRL_C))
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
+
+
+def _at_terminal(arguments):
+    """Be ``python -m fastlr`` with these arguments."""
+    from fastlr.__main__ import run
+
+    code = 1
+    try:
+        # ignored, and inherited so, where the tests run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = ["fastlr", *arguments]
+        code = run()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _read(terminal):
+    """Return what is there to be read; nothing where the other end is closed."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # Linux's way to say so
+        return b""
