@@ -4,6 +4,7 @@ import os
 import pty
 import signal
 import sys
+from contextlib import suppress
 
 import rank_estimates as work
 import torch.distributed as dist
@@ -79,11 +80,12 @@ def _interrupted_at(rank, shown, arguments):
     process, terminal = pty.fork()
     if not process:
         _at_terminal(arguments)
-    text, sent = b"", False
-    while part := _read(terminal):
-        text += part
-        if shown in text and not sent:
-            sent = bool(os.write(terminal, CTRL_C))
+    text = b""
+    with suppress(OSError):  # Linux's way to say that the other end is closed
+        while part := os.read(terminal, 4096):
+            if shown in text + part and shown not in text:
+                os.write(terminal, CTRL_C)
+            text += part
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
 
 
@@ -91,21 +93,10 @@ def _at_terminal(arguments):
     """Be ``python -m fastlr`` with these arguments."""
     from fastlr.__main__ import run
 
-    code = 1
     try:
         # ignored, and inherited so, where the tests run in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["fastlr", *arguments]
-        code = run()
+        os._exit(run())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _read(terminal):
-    """Return what is there to be read; nothing where the other end is closed."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # Linux's way to say so
-        return b""
+        os._exit(1)

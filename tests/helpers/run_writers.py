@@ -39,20 +39,15 @@ def write_on(path, send):
 
 def fill(path, send):
     """Meet the limit on a file's size in two runs' second step, and send what is said."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for where in ("checkpoint", "records"):
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
+    for where, numbers, letters in (("checkpoint", 100_000, 0), ("records", 10, 100_000)):
         with Run.create(path / where, {}) as run:
             run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
-            record, state = {"kind": "task", "task": 1, "text": ""}, {"x": torch.zeros(10)}
-            if where == "checkpoint":
-                state["x"] = torch.zeros(100_000)
-            else:
-                record["text"] = "a" * 100_000
-                # it holds the record too, and is written first
+            if where == "records":  # the checkpoint holds the record too, and is written first
                 run.write_checkpoint = lambda name, content: None
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+            record = {"kind": "task", "task": 1, "text": "a" * letters}
             try:
-                run.commit(record, state)
+                run.commit(record, {"x": torch.zeros(numbers)})
             except FastlrError as error:
                 send(str(error))
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
