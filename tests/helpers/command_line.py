@@ -10,8 +10,6 @@ import rank_estimates as work
 import torch.distributed as dist
 from ranks import good, run_ranks
 
-CTRL_C = b"\x03"
-
 NETS = """
 import torch
 from torch import nn
@@ -72,25 +70,24 @@ def interrupted_at(shown, arguments):
     Returns:
         Its exit code, and all that it printed.
     """
-    (end,) = good(run_ranks(1, _interrupted_at, shown, arguments, backend=None))
-    return end
+    return good(run_ranks(1, _interrupted_at, shown, arguments, backend=None))[0]
 
 
 def _interrupted_at(rank, shown, arguments):
     process, terminal = pty.fork()
     if not process:
-        _at_terminal(arguments)
+        _be_fastlr(arguments)
     text = b""
     with suppress(OSError):  # Linux's way to say that the other end is closed
         while part := os.read(terminal, 4096):
             if shown in text + part and shown not in text:
-                os.write(terminal, CTRL_C)
+                os.write(terminal, b"\x03")
             text += part
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
 
 
-def _at_terminal(arguments):
-    """Be ``python -m fastlr`` with these arguments."""
+def _be_fastlr(arguments):
+    """Run the command line, and end with its exit code."""
     from fastlr.__main__ import run
 
     try:

@@ -1,7 +1,6 @@
 """What processes do with run folders until they are killed, or the disk is full."""
 
 import resource
-import time
 
 import torch
 from ranks import fork_server
@@ -18,13 +17,6 @@ def start(work, path):
     process.start()
     there.close()
     return process, here
-
-
-def hold(path, send):
-    """Have a run open for a minute."""
-    with Run.create(path, {}):
-        send("held")
-        time.sleep(60)
 
 
 def write_on(path, send):

@@ -392,8 +392,9 @@ def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
     arguments = ["continual", "demo", f"--out={tmp_path}/run", "--set", "measures="]
     code, text = interrupted_at(b"task 2/", arguments)
     assert code == 130
-    said = rb"interrupted after task \d+ of 200: --resume goes on with it"
-    assert re.search(said, text), text[-500:]
+    assert re.search(rb"interrupted after task \d+ of 200: --resume goes on with it", text), text[
+        -500:
+    ]
 
 
 def test_time_left(monkeypatch):

@@ -46,8 +46,9 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path, kills):
         return journal.read_text().count("\n") - 1 if journal.exists() else -1
 
     for wanted, workers in kills:
-        options = {"size": 16, "workers": workers}
-        process = fork_server().Process(target=prepare, args=(source, out), kwargs=options)
+        process = fork_server().Process(
+            target=prepare, args=(source, out), kwargs={"size": 16, "workers": workers}
+        )
         process.start()
         while lines() < wanted and process.is_alive():
             time.sleep(0.002)

@@ -130,9 +130,10 @@ def test_only_a_step_writes_its_record(tmp_path):
 
 
 def test_a_second_process_is_refused_by_name(tmp_path):
-    process, sent = run_writers.start(run_writers.hold, tmp_path / "run")
+    Run.create(tmp_path / "run", {}).close()
+    process, sent = run_writers.start(run_writers.write_on, tmp_path / "run")
     try:
-        assert sent.recv() == "held"
+        assert sent.recv() == "ready"
         for attempt in (Run.resume, lambda path: Run.create(path, {})):
             with refused(f"is being written by process {process.pid} on .* since"):
                 attempt(tmp_path / "run")
