@@ -21,6 +21,9 @@ DEPS = setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 demo: $(VENV)/.stamp-run
 	$(VENV)/bin/python -m fastlr demo
 
+# compiled modules are kept, whatever the environment says: each worker, and each process of a test, would make them anew
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.stamp-dev
 	$(VENV)/bin/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -37,13 +37,17 @@ torch.set_num_threads(int(os.environ.get("FASTLR_TEST_THREADS", "1")))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keep the garbage collector from what imports make: to look through it takes 0.4 s a time."""
+    """Keep the garbage collector from what imports make: to look through it takes 0.4 s a time.
+
+    Later it looks a tenth as often as by default, which took 5 to 7 % of the tests' time.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(7_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items):

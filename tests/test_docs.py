@@ -153,16 +153,10 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
 def test_contributions_run_as_shown(tmp_path):
     """CONTRIBUTING.md's rule, op, metric, intervention and experiment run in their own process."""
     importorskip("triton")
-    helpers = ROOT / "tests" / "helpers"
+    helpers = ROOT / "tests/helpers"
     path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        str(helpers / "run_contributions.py"),
-        str(ROOT / "CONTRIBUTING.md"),
-        str(tmp_path),
-    ]
     done = subprocess.run(
-        command,
+        [sys.executable, helpers / "run_contributions.py", ROOT / "CONTRIBUTING.md", tmp_path],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -32,19 +32,14 @@ def of_no_worker(monkeypatch):
 
 
 def pytest_bench(*arguments):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--quick",
-        "--device=cpu",
-    ]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    options = "-m pytest -q -p no:cacheprovider --quick --device=cpu".split()
     return subprocess.run(
-        [*command, *map(str, arguments)], env=os.environ | {"OMP_NUM_THREADS": "1"}, **options
+        [sys.executable, *options, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 

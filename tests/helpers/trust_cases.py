@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +27,6 @@ class Call(NamedTuple):
     shared: tuple[int, ...] = ()
 
 
-Calls = Callable[[], Iterator[Call]]
 CASES = {}  # each a generator, which changes the model's state between two calls
 
 

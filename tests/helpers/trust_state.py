@@ -6,16 +6,14 @@ import sys
 import threading
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, deque
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from trust_cases import CASES, Call, Net, case
 
 # -- h [B, ...] with a number, for which samples interact unless it is zero
@@ -39,8 +37,6 @@ def gradient_only(h, alpha):
 # -- where the number is kept: name -> a model, and what sets it
 # -------------------------------------------------------
 
-Mix = Callable[[Tensor, Any], Tensor]
-Held = tuple[nn.Module, Callable[[float], Any]]
 ALPHA, OPTIONS = 0.0, {"alpha": 0.0}
 THIS = sys.modules[__name__]
 

@@ -62,18 +62,15 @@ def train(folder, callback=None, *, resume=None, **options):
     model = language_model()
     ids = torch.randint(0, 31, (32, 8), generator=torch.Generator().manual_seed(2))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    quiet = {
+    settings = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
         "use_cpu": True,
         "disable_tqdm": True,
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": 2,
-    }
-    settings = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        **quiet,
         **options,
     }
     trainer = Trainer(

@@ -1,16 +1,14 @@
 """The continual-learning driver: its records, its training against plain torch, and kills."""
 
 import json
-import os
-import pty
 import re
 import signal
-import sys
 import time
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from command_line import interrupted_at
 from continual_cases import (
     EVERY_INTERVENTION,
     SMALL,
@@ -392,23 +390,8 @@ def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys
 def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
     """There the progress bar writes too, and typer, which catches Ctrl-C, says nothing."""
     arguments = ["continual", "demo", f"--out={tmp_path}/run", "--set", "measures="]
-    process, terminal = pty.fork()
-    if not process:
-        # Ignored, and inherited so, where the tests run in the background.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
-    text, sent = b"", False
-    while True:
-        try:
-            part = os.read(terminal, 4096)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        if not part:
-            break
-        text += part
-        if b"task 2/" in text and not sent:
-            sent = bool(os.write(terminal, b"\x03"))
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    code, text = interrupted_at(b"task 2/", arguments)
+    assert code == 130
     assert re.search(rb"interrupted after task \d+ of 200: --resume goes on with it", text), text[
         -500:
     ]

@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 from data_sources import SIZE, content, imagenet, pixels, save
 from PIL import Image
 from pytest import mark, param, raises
+from ranks import fork_server
 
 from fastlr.errors import InputError
 from fastlr.experiments.data import ImageStore, prepare
@@ -47,13 +46,15 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path, kills):
         return journal.read_text().count("\n") - 1 if journal.exists() else -1
 
     for wanted, workers in kills:
-        line = f"-m fastlr data prepare {source} {out} --size 16 --workers {workers}"
-        command = [sys.executable, *line.split()]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while lines() < wanted and process.poll() is None:
+        process = fork_server().Process(
+            target=prepare, args=(source, out), kwargs={"size": 16, "workers": workers}
+        )
+        process.start()
+        while lines() < wanted and process.is_alive():
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, (
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, (
             "it had ended before it was killed: make the source larger"
         )
         assert not (out / "index.json").exists()

@@ -77,7 +77,7 @@ def test_pairs_are_a_function_of_seed_and_position():
 def test_pairs_are_uniform():
     """At each position every pair is as likely as any other, and either class may have label 0."""
     first, last, label = np.zeros((6, 6)), np.zeros((6, 6)), 0
-    seeds = 3000
+    seeds = 1000
     for seed in range(seeds):
         drawn = pairs(6, 15, seed=seed)
         first[drawn[0][:2]] += 1

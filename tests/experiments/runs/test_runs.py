@@ -7,15 +7,12 @@ import errno
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+import run_writers
 import torch
 from expected import refused, warned
 
@@ -40,13 +37,6 @@ def begin(path, steps=3):
         for t in range(steps):
             step(run, t)
     return (path / "records.jsonl").read_bytes()
-
-
-def script(text, *arguments, **options):
-    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
 
 
 def test_what_was_committed_is_there_again(tmp_path):
@@ -140,53 +130,27 @@ def test_only_a_step_writes_its_record(tmp_path):
 
 
 def test_a_second_process_is_refused_by_name(tmp_path):
-    hold = """
-        import sys, time
-        from fastlr.experiments.runs.folder import Run
-        with Run.create(sys.argv[1], {}):
-            print("held", flush=True)
-            time.sleep(60)
-    """
-    process = script(hold, tmp_path / "run")
+    Run.create(tmp_path / "run", {}).close()
+    process, sent = run_writers.start(run_writers.write_on, tmp_path / "run")
     try:
-        assert process.stdout.readline() == "held\n"
+        assert sent.recv() == "ready"
         for attempt in (Run.resume, lambda path: Run.create(path, {})):
             with refused(f"is being written by process {process.pid} on .* since"):
                 attempt(tmp_path / "run")
     finally:
         process.kill()
-        process.wait()
+        process.join()
     Run.resume(tmp_path / "run").close()  # the lock ends with the process, whatever its end
 
 
 def test_a_full_disk_leaves_everything_before_intact(tmp_path):
     """A limit on the size of files fails like a full disk, in the middle of a write."""
-    fill = """
-        import resource, sys, torch
-        from fastlr.experiments.runs.folder import Run
-        from fastlr.errors import FastlrError
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        for where in ("checkpoint", "records"):
-            with Run.create(f"{sys.argv[1]}/{where}", {}) as run:
-                run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
-                state = {"x": torch.zeros(100_000 if where == "checkpoint" else 10)}
-                record = {"kind": "task", "task": 1, "text": ""}
-                if where != "checkpoint":
-                    record["text"] = "a" * 100_000
-                # the checkpoint holds the record too: shorten what it gets, so that the records are
-                # hit
-                if where == "records":
-                    run.write_checkpoint = lambda name, content: None
-                resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-                try:
-                    run.commit(record, state)
-                except FastlrError as error:
-                    print(error)
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    """
-    out, err = script(fill, tmp_path).communicate(timeout=100)
+    process, sent = run_writers.start(run_writers.fill, tmp_path)
     told = "File too large; what was written before is intact: make room, then go on with --resume"
-    assert out.count(told) == 2, err
+    assert told in sent.recv()
+    assert told in sent.recv()
+    process.join(100)
+    assert process.exitcode == 0
     for where in ("checkpoint", "records"):
         path = tmp_path / where
         assert [p.name for p in (path / "checkpoints").iterdir()] == ["last.pt"]
@@ -209,28 +173,16 @@ def test_no_space_left_says_what_to_do(tmp_path, monkeypatch):
         assert run.state["position"] == 1
 
 
-KILLED = """
-    import sys, torch
-    from fastlr.experiments.runs.folder import Run
-    with Run.resume(sys.argv[1]) as run:
-        start = run.state["position"] if run.state else 0
-        print("ready", flush=True)
-        for t in range(start, 100_000):
-            record = {"kind": "task", "task": t, "text": "a" * 5000}
-            run.commit(record, {"position": t + 1, "x": torch.zeros(1000)})
-"""
-
-
 def test_killed_at_random_moments_between_two_bytes(tmp_path):
     """A writer killed again and again keeps position and records in agreement, no record twice."""
     Run.create(tmp_path / "run", {}).close()
     generator = random.Random(0)
     for _ in range(3):
-        process = script(KILLED, tmp_path / "run")
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        process, sent = run_writers.start(run_writers.write_on, tmp_path / "run")
+        assert sent.recv() == "ready"
         time.sleep(generator.uniform(0.0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         with runs.warnings.catch_warnings():
             runs.warnings.simplefilter("ignore", FastlrWarning)
             with Run.resume(tmp_path / "run") as run:

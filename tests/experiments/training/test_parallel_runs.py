@@ -27,7 +27,6 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 from transfer_cases import TINY
 
 CONTINUAL, TRANSFER, MEMORIZE = "continual", "transfer", "memorize"
-FINAL = "checkpoints/last.pt"
 
 
 def small(images, **settings):
