@@ -65,9 +65,10 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
-def pytest_xdist_auto_num_workers():
-    """One process more than cores: some wait for the processes that their tests start."""
-    return min(8, (os.cpu_count() or 1) + 1)
+def pytest_xdist_auto_num_workers(config):
+    """A process for each core; of long tests one more, as some wait for processes they start."""
+    more = config.getoption("markexpr") == "long"
+    return min(8, (os.cpu_count() or 1) + more)
 
 
 @pytest.hookimpl(tryfirst=True)

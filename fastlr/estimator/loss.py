@@ -30,7 +30,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.philox import check_seed
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import tree_flatten, weight_norm
 
 # Nodes whose derivative jumps where a unit switches, and nodes that have no second derivative.
 _JUMPS = (
@@ -224,7 +224,7 @@ class PlainWeightNorm(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
-        if func is not torch._weight_norm:
+        if func is not weight_norm:
             return func(*args, **(kwargs or {}))
         return _plain_weight_norm(*args, **(kwargs or {}))
 

@@ -266,7 +266,7 @@ def test_norms_under_autocast_are_not_rounded_by_it(monkeypatch):
     finally:
         ops.get.cache_clear()
     low = [error for dtype, error in seen if dtype == torch.bfloat16]
-    assert len(low) >= 8
+    assert len(low) >= 4  # factors of one form are joined
     assert max(low) < 2e-5
 
 
