@@ -11,7 +11,6 @@ import io
 import json
 import os
 import socket
-import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fastlr.errors import FastlrError, FastlrWarning, InputError
+from fastlr.errors import FastlrError, InputError, warn
 
 LOCK = "run.lock"
 MOST_UNPACKED = 100  # times its size, of a zip file: torch.save packs nothing
@@ -187,11 +186,7 @@ def read_tensors(path: Path) -> Any:
         verified = not failing
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not verified:
-        warnings.warn(
-            f"{path} has no checksums: whether it is as it was saved cannot be verified",
-            FastlrWarning,
-            stacklevel=3,
-        )
+        warn(f"{path} has no checksums: whether it is as it was saved cannot be verified")
     return content
 
 

@@ -9,7 +9,6 @@ import base64
 import importlib
 import logging
 import platform
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from fastlr.distributed.backends import EXTENSION_DTYPES, DeviceRoute, HostRoute
 from fastlr.distributed.messaging import Board, check_timeout
 from fastlr.distributed.sharding import board_of, checked_group
 from fastlr.distributed.shared_file import host
-from fastlr.errors import DistributedError, FastlrWarning, InputError, one_line
+from fastlr.errors import DistributedError, InputError, one_line, warn
 from fastlr.ops.reference.reductions import fixed_order_sum
 
 REDUCTION_TIMEOUT = 600.0
@@ -93,7 +92,7 @@ def connect(
         text = f"reductions on {device.type} over {board.size} ranks: {route.name} ({route.why})"
         log.info(text)
         if extension is None and prefer == "extension" and board.size > 1:
-            warnings.warn(text, FastlrWarning, stacklevel=3)
+            warn(text)
     return route
 
 

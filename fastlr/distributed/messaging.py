@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from typing import Any
 
 import torch.distributed as dist
 
 import fastlr.errors
-from fastlr.errors import DistributedError, FastlrError, FastlrWarning, InputError, one_line
+from fastlr.errors import DistributedError, FastlrError, InputError, one_line, warn
 
 PATIENCE = 15.0  # seconds of waiting after which a rank says for whom it waits
 _POLLS = (0.0002, 0.02)  # seconds between two looks: the first, and the longest
@@ -104,7 +103,7 @@ class Board:
                         f"waiting for {_ranks(missing)}, for {self.timeout:g} s at most: "
                         f"{self.what}"
                     )
-                    warnings.warn(text, FastlrWarning, stacklevel=5)
+                    warn(text)
             time.sleep(pause)
             pause = min(pause * 1.5, _POLLS[1])
 

@@ -8,7 +8,6 @@ on, and kept at every call. Later passes are watched by how often parameters wer
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
-from fastlr.errors import FastlrWarning, few
+from fastlr.errors import few, warn
 from fastlr.ghost.state import Copied, HeldTensor, KeptTensors, kept_now, seen_written, writes_of
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import no_torch_function
@@ -87,9 +86,7 @@ def _enter(
 def _warn(model: nn.Module, changed: Iterable[HeldTensor]) -> None:
     ids = {id(one.tensor) for one in changed}
     names = [name for name, p in model.named_parameters() if id(p) in ids]
-    warnings.warn(
+    warn(
         f"a forward pass has written to {few(names)}, as none had before when it was first watched "
-        "in this mode: this call leaves that changed. Later ones put it back",
-        FastlrWarning,
-        stacklevel=3,
+        "in this mode: this call leaves that changed. Later ones put it back"
     )

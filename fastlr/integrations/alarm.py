@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from fastlr.display.alarm import (
     tasks_of_trailing_mean,
     trailing_mean,
 )
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 
 _OF_READINGS = "Its rates were measured by tasks, not by readings as here: end tasks by task()."
 
@@ -100,7 +99,7 @@ class TaskAlarm:
             f"plasticity. {rule.rates()}"
         )
         text = f"{text} {besides}".strip()
-        warnings.warn(text, FastlrWarning, stacklevel=4)
+        warn(text)
         return text
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from fastlr.display.verdict import FEWEST, PARTS, Measurement, first_and_last, verdict
 from fastlr.distributed.fully_sharded import full_params
-from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
+from fastlr.errors import FastlrError, InputError, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same_inputs, same_predictive
 from fastlr.estimator.options import autocast_dtype, require_inputs
@@ -183,11 +182,7 @@ class Meter:
         except FastlrError as error:
             if self.on_error == "raise" or not self._proven:
                 raise
-            warnings.warn(
-                f"not measured, the training goes on: {one_line(error)}",
-                FastlrWarning,
-                stacklevel=3,
-            )
+            warn(f"not measured, the training goes on: {one_line(error)}")
             return None
         self._proven = True
         return reading
@@ -455,12 +450,10 @@ class Integration:
     def begin_anew(self, changed: Sequence[str]) -> None:
         """Begin the readings anew, with a warning that names what of the measurement changed."""
         self.course, self.compared_with = [], None
-        warnings.warn(
+        warn(
             f"the readings of the state were taken with another {', '.join(changed)}, and cannot "
             "be compared: the verdict and the best reading begin anew; to go on with them, measure "
-            "with the same inputs, n, seed, probe and predictive",
-            FastlrWarning,
-            stacklevel=4,
+            "with the same inputs, n, seed, probe and predictive"
         )
 
     @property

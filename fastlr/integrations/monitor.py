@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 from fastlr.ghost.model_io import trainable, unwrap
 from fastlr.integrations.alarm import TaskAlarm
 from fastlr.integrations.loggers import CallbackLogger, Logger
@@ -118,7 +117,7 @@ class Monitor(Integration):
         self.steps += 1
         if self.steps == 1 and self.every_n_steps is self.every_n_epochs is None:
             text = "Monitor(every_n_steps=None, every_n_epochs=None) measures only by measure()"
-            warnings.warn(text, FastlrWarning, stacklevel=2)
+            warn(text)
         return self.measure() if self.step_due(self.steps - 1, self.steps) else None
 
     def epoch(self) -> Reading | None:

@@ -14,7 +14,6 @@ first call of a kind, as which every new compiled variant counts, or cannot be c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning
+from fastlr.errors import warn
 from fastlr.ops import kernel_checks
 from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import may_wait_for_device
@@ -396,12 +395,10 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
     # Of the code that launches a kernel.
     built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
     remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
-    warnings.warn(
+    warn(
         f"{name}: Triton could not compile or load its kernel for this call ({lines[-1][:200]}); "
         f"plain torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the "
-        "versions).",
-        FastlrWarning,
-        stacklevel=5,
+        "versions)."
     )
 
 
@@ -418,11 +415,9 @@ def has_triton() -> bool:
     if find_spec("triton") is None:
         return False
     if torch.version.hip is not None:
-        warnings.warn(
+        warn(
             "torch is built for AMD GPUs (ROCm), on which fastlr's kernels were never tried: plain "
-            "torch serves, slower and right",
-            FastlrWarning,
-            stacklevel=4,
+            "torch serves, slower and right"
         )
         return False
     return True

@@ -13,7 +13,6 @@ dtype given, and rounding in float32 of the terms where they cancel.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning
+from fastlr.errors import warn
 from fastlr.ops.block import changed, leaves
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
@@ -375,13 +374,11 @@ class Comparisons:
         tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
         shapes = ", ".join(f"{list(t.shape)}" for t in tensors)
         dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-        warnings.warn(
+        warn(
             f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain "
             f"torch for tensors of {shapes} ({dtypes}), {deviation.share:.2g} times what rounding "
             "explains; it is switched off for such calls in this process, and plain torch serves. "
-            "Please report it with what `fastlr doctor --kernels` prints.",
-            FastlrWarning,
-            stacklevel=6,
+            "Please report it with what `fastlr doctor --kernels` prints."
         )
         return False
 

@@ -9,7 +9,6 @@ import csv
 import hashlib
 import math
 import os
-import warnings
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError, warn
 from fastlr.ops.philox import STREAMS, check_seed, normals
 
 DATES = ("date", "datetime", "timestamp", "time")  # names of the date column, in any case
@@ -123,7 +122,7 @@ def read_series(path: str | Path) -> Table:
         cells = f", {separator!r} between cells and decimal commas"
     if cells or encoding != "utf-8-sig":
         message = f"{path} is read as {encoding.removesuffix('-sig').upper()}{cells}: check values"
-        warnings.warn(message, FastlrWarning, stacklevel=3)
+        warn(message)
     try:
         return _read(path, csv.reader(StringIO(text, newline=""), delimiter=separator))
     except csv.Error as error:
@@ -183,12 +182,10 @@ def _warn_of_outliers(table: Table, lines: list[int]) -> None:
         changing = distance[distance > 0]
         at = int(distance.argmax())
         if len(changing) and distance[at] > _OUTLIER * np.median(changing):
-            warnings.warn(
+            warn(
                 f"{table.path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
                 f"{_OUTLIER:g} times as far from the median as other cells are, and flattens the "
-                "column when it is normalised; mend it if it is an error",
-                FastlrWarning,
-                stacklevel=5,
+                "column when it is normalised; mend it if it is an error"
             )
 
 

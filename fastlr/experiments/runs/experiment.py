@@ -17,7 +17,6 @@ import json
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 from fastlr.display.record import counted, machine
 from fastlr.distributed.connection import connect
 from fastlr.distributed.sharding import local_device, team
-from fastlr.errors import FastlrWarning, InputError, ModelError, one_line
+from fastlr.errors import InputError, ModelError, one_line, warn
 from fastlr.experiments.runs.folder import Run, commit_of_source, opened
 from fastlr.experiments.runs.integrity import CONFIG
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
@@ -174,12 +173,10 @@ class Driver:
                     "with: give the same"
                 )
             if device.type == "cpu" and torch.get_num_threads() != config["threads"]:
-                warnings.warn(
+                warn(
                     f"{run.path} was begun with {counted(config['threads'], 'thread')}, this "
                     f"process has {torch.get_num_threads()}: the last bits of its numbers may "
-                    "differ; set OMP_NUM_THREADS to the same number",
-                    FastlrWarning,
-                    stacklevel=2,
+                    "differ; set OMP_NUM_THREADS to the same number"
                 )
             fewer = [
                 f"{key}={value}"
@@ -195,7 +192,7 @@ class Driver:
                     f"{run.path} has done more than {fewer[0]} already: nothing is left to do, its "
                     f"{CONFIG} stays as it is"
                 )
-                warnings.warn(text, FastlrWarning, stacklevel=2)
+                warn(text)
             elif dataclasses.asdict(options) != from_json(config["options"]):
                 run.set_config({**config, "options": dataclasses.asdict(options)})
             at = run.state["position"] if run.state else 0

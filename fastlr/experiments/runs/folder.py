@@ -29,7 +29,6 @@ import json
 import os
 import random
 import subprocess
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ import torch
 
 from fastlr.distributed.process_group import broadcast
 from fastlr.distributed.sharding import ALONE, Team, team
-from fastlr.errors import FastlrWarning, InputError, first_line
+from fastlr.errors import InputError, first_line, warn
 from fastlr.experiments.runs.integrity import (
     CHECKPOINTS,
     CONFIG,
@@ -324,7 +323,7 @@ class Run:
         files = read_files(self.path)
         self.config, self.records, self._digest = files.config, files.records, files.digest
         if files.cut_short:
-            warnings.warn(f"{path}: dropped an incomplete last line", FastlrWarning, stacklevel=3)
+            warn(f"{path}: dropped an incomplete last line")
             with disk_errors(self.path):
                 os.truncate(path, files.whole)
         self._steps = sum(record["kind"] != OUTSIDE for record in self.records)

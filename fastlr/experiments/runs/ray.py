@@ -22,7 +22,6 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastlr.errors import FastlrError, FastlrWarning, InputError, install, one_line
+from fastlr.errors import FastlrError, InputError, install, one_line, warn
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job, Listen, Message
 from fastlr.experiments.runs.ray_node import Node, checksum, sent_whole
@@ -328,11 +327,9 @@ def _start(ray: Any, cores: int, stack: ExitStack) -> None:
         ) from error
     address = ray.get_runtime_context().gcs_address
     if not address.startswith("127.0.0.1:"):
-        warnings.warn(
+        warn(
             f"Ray listens at {address}, where other machines reach it, since this version of it "
-            "does not bind to 127.0.0.1: leave --ray out where others are in the network",
-            FastlrWarning,
-            stacklevel=2,
+            "does not bind to 127.0.0.1: leave --ray out where others are in the network"
         )
 
 

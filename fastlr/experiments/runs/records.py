@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fastlr.errors import FastlrWarning, InputError, few, first_line
+from fastlr.errors import FastlrWarning, InputError, few, first_line, warn
 from fastlr.experiments.runs.integrity import (
     CHECKPOINTS,
     CONFIG,
@@ -125,17 +125,15 @@ class RunFolder:
         if run.verified and committed is not None:
             last = record_in_checkpoint_alone(run.path, records, digest, *committed)
             if last is not None:
-                warnings.warn(
+                warn(
                     f"{file} lacks the last record, which {CHECKPOINTS}/{LAST} holds: it is taken "
-                    "from there; --resume writes it",
-                    FastlrWarning,
-                    stacklevel=3,
+                    "from there; --resume writes it"
                 )
                 run.add(last)
                 records.append(last)
         odd = run.odd()
         if odd:
-            warnings.warn(f"{file}: {few(odd, _SHOWN, '; ')}", FastlrWarning, stacklevel=3)
+            warn(f"{file}: {few(odd, _SHOWN, '; ')}")
         if {record["kind"] for record in records}.isdisjoint(cls.required):
             raise InputError(f"{file} holds no records of {run.experiment}: nothing to report yet")
         return run
@@ -155,7 +153,7 @@ class RunFolder:
                 if number == len(lines):
                     damage = "the last line is incomplete"
                 text = f"{self.path / RECORDS}: {damage} and is left out"
-                warnings.warn(text, FastlrWarning, stacklevel=4)
+                warn(text)
         return records
 
     def add(self, record: Record) -> None:
@@ -275,11 +273,7 @@ def run_folders(paths: Iterable[str | Path]) -> list[Path]:
         begun = {file.parent for file in path.glob("*/config.json")}
         empty = sorted(folder.name for folder in begun.difference(inside))
         if empty:
-            warnings.warn(
-                f"{path}: left out what has no records yet ({', '.join(empty)})",
-                FastlrWarning,
-                stacklevel=3,
-            )
+            warn(f"{path}: left out what has no records yet ({', '.join(empty)})")
         folders += inside
     if not folders:
         raise InputError("no run folder given")
@@ -400,7 +394,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return read_object(folder / CONFIG)
     except InputError as error:
-        warnings.warn(f"{error}: reporting without it", FastlrWarning, stacklevel=3)
+        warn(f"{error}: reporting without it")
         return {}
 
 
@@ -418,11 +412,9 @@ def _last_of_checkpoint(folder: Path) -> tuple[int, str] | None:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return content["steps"], content["line"]
     except Exception as error:  # zip, pickle and torch each raise their own
-        warnings.warn(
+        warn(
             f"{file} cannot be read ({first_line(error)}): whether {RECORDS} was shortened is not "
-            "known",
-            FastlrWarning,
-            stacklevel=4,
+            "known"
         )
         return None
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastlr.errors import FastlrError, FastlrWarning
+from fastlr.errors import FastlrError, warn
 from fastlr.experiments.runs.integrity import RECORDS
 from fastlr.experiments.runs.progress import Progress, Report
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
@@ -69,7 +68,7 @@ class Mirror:
         except FastlrError as error:
             if not self._given_up:
                 text = f"the run goes on without its log: {error}"
-                warnings.warn(text, FastlrWarning, stacklevel=4)
+                warn(text)
             self._given_up = True
 
     def _log(self, record: Record) -> None:

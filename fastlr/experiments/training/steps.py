@@ -9,7 +9,6 @@ launched, so seeding and resuming mean the same.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import FastlrWarning, InputError, ModelError, first_line
+from fastlr.errors import InputError, ModelError, first_line, warn
 from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, ReliedOn, relied_on
 from fastlr.experiments.runs.folder import random_states, set_random_states
 from fastlr.ops.recent import Recent
@@ -131,9 +130,7 @@ class TrainingSteps:
                 raise ModelError(
                     f"step=graph: a step cannot be captured ({reason}); choose step=eager"
                 ) from error
-            warnings.warn(
-                f"training steps run without a CUDA graph: {reason}", FastlrWarning, stacklevel=3
-            )
+            warn(f"training steps run without a CUDA graph: {reason}")
             self.captured = False
             self.discard()
             return None

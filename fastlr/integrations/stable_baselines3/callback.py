@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from bisect import bisect_right
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +14,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from torch import nn
 
-from fastlr.errors import FastlrWarning, InputError, few
+from fastlr.errors import InputError, few, warn
 from fastlr.files import read_tensors, save_file
 from fastlr.ghost.state import TrainFlags, put_back
 from fastlr.inputs import TensorInputs
@@ -195,7 +194,7 @@ class LocalRedundancyCallback(BaseCallback):
     def _on_training_end(self) -> None:
         if not self._has_begun:
             why = "no measurement was due" if self.monitors else f"fewer than n={self.n} were seen"
-            warnings.warn(f"actor and critic were not measured: {why}", FastlrWarning, stacklevel=2)
+            warn(f"actor and critic were not measured: {why}")
 
     def measure(self) -> dict[str, Reading]:
         """Measure and log now, and return the readings, without parts whose measurement failed.
@@ -293,7 +292,7 @@ class LocalRedundancyCallback(BaseCallback):
         if not path.exists():
             if step:
                 text = f"no {path}: measurements begin anew at step {step}"
-                warnings.warn(text, FastlrWarning, stacklevel=2)
+                warn(text)
             return
         if not step:
             raise InputError(
