@@ -128,6 +128,11 @@ run_jobs([job], [{{}}], listen)
 # --------------------------------------------------------------------------------------------------
 
 
+def without_progress(text):
+    """What was said beside the lines that come each minute: on a slow machine there is one."""
+    return re.sub(r"^\d+/\d+ runs ended.*\n", "", text, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     "later", [messages_here, pytest.param(processes.job_messages, marks=pytest.mark.long)]
 )
@@ -144,7 +149,7 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, late
     out = tmp_path / "out"
     captured = cli(f"continual paper --out {out} --seed 4 --seeds 2 --tensorboard", *given)
     assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
-    assert not captured.err
+    assert not without_progress(captured.err)
     assert any((out / "seed-5/tensorboard").iterdir())
     for seed in (4, 5):
         continual.begin(tmp_path / f"{seed}", "paper", {**settings, "seed": seed, "threads": 1})
@@ -176,7 +181,7 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, late
     (out / "seed-6/mine.txt").write_text("not a run")
     captured = cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --at-once 3", code=1)
     assert captured.out == f"runs: {out} (2 finished, 1 failed: --resume tries again)\n"
-    assert captured.err == (
+    assert without_progress(captured.err) == (
         f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: "
         f"{out}/logs/seed-6.txt)\n"
     )

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 import time
+import warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -183,8 +184,8 @@ def test_killed_at_random_moments_between_two_bytes(tmp_path):
         time.sleep(generator.uniform(0.0, 0.1))
         process.kill()
         process.join()
-        with runs.warnings.catch_warnings():
-            runs.warnings.simplefilter("ignore", FastlrWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FastlrWarning)
             with Run.resume(tmp_path / "run") as run:
                 done = run.state["position"] if run.state else 0
                 assert [r["task"] for r in run.records] == list(range(done))
