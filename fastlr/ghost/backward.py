@@ -40,7 +40,7 @@ from fastlr.ghost.factors import (
     Norms,
     Sum,
     combined_sq_norms,
-    joined,
+    join,
 )
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
@@ -368,7 +368,7 @@ class _NormsOfUses:
     def __init__(self, graph: Graph, structure: Structure, skip: frozenset[str]) -> None:
         self.graph, self.structure = graph, structure
         self.by_name: dict[str, Tensor] = {}
-        self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by form
+        self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by class, dtypes and shapes
         self._held = 0  # elements of these
         self._waiting: dict[Place, list[Factor]] = {}
         self._skipped: set[Place] = set()
@@ -404,27 +404,27 @@ class _NormsOfUses:
                     self._add(name, value)
 
     def _add_factor(self, name: str, factor: Factor) -> None:
-        """Add the norms of a factor: of a small one together with those of others of its form.
+        """Add the norms of a factor: of a small one together with those of others of its shape.
 
         Of a few thousand elements an op costs its call more than its arithmetic.
         """
-        tensors = [getattr(factor, name) for name in factor.joined]
+        tensors = [getattr(factor, part) for part in factor.joinable]
         elements = sum([t.numel() for t in tensors])
         if not 0 < elements <= SMALL or ops.backend_for(*tensors) != "torch":
             self._add(name, factor.sq_norms())
             return
-        form = type(factor), *[(t.dtype, t.shape) for t in tensors]
-        self._small.setdefault(form, []).append((name, factor))
+        alike = type(factor), *[(t.dtype, t.shape) for t in tensors]
+        self._small.setdefault(alike, []).append((name, factor))
         self._held += elements
         if self._held > HELD:
             self._add_small()
 
     def _add_small(self) -> None:
-        """Add the norms of small factors that have waited: of each form, joined, by one op."""
+        """Add the norms of small factors that have waited: those of one shape by one op."""
         waiting, self._small, self._held = self._small, {}, 0
         for alike in waiting.values():
             names, factors = zip(*alike, strict=True)
-            norms = joined(factors, 0).sq_norms().view(len(names), -1)
+            norms = join(factors, 0).sq_norms().view(len(names), -1)
             for name, value in zip(names, norms, strict=True):
                 self._add(name, value)
 

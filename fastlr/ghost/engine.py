@@ -398,8 +398,8 @@ class Engine:
         """
         if not chunk.needs_rules:
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
-        norms = norms_by_rules(chunk, plan, one.v, skip=plan.by_loop, retain=one.more)
         by_loop = plan.by_loop
+        norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
         if audit is not None:
             by_loop |= self._refuted_by(audit, chunk, plan, norms)
         by_loop = by_loop.intersection(chunk.graph.parameters.values())

@@ -30,11 +30,11 @@ class Factor:
     What its first field holds has the samples first.
 
     Attributes:
-        joined: names of the tensors that are joined where factors are (see `joined`).
+        joinable: names of the tensors that are joined where factors are (see `join`).
         row_axis: of these tensors.
     """
 
-    joined: ClassVar[tuple[str, ...]] = ()
+    joinable: ClassVar[tuple[str, ...]] = ()
     row_axis = 0
 
     @property
@@ -71,7 +71,7 @@ class Dense(Factor):
     """The gradients themselves: [B, *shape]."""
 
     grads: Tensor
-    joined = ("grads",)
+    joinable = ("grads",)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run(
@@ -100,7 +100,7 @@ class Outer(Factor):
     g: Tensor
     shape: tuple[int, ...]
     inputs_first: bool = False
-    joined, row_axis = ("a", "g"), 2
+    joinable, row_axis = ("a", "g"), 2
 
     @property
     def form(self) -> Any:  # noqa: D102
@@ -148,7 +148,7 @@ class Rows(Factor):
     ids: Tensor
     g: Tensor
     shape: tuple[int, ...]
-    joined, row_axis = ("ids", "g"), 1
+    joinable, row_axis = ("ids", "g"), 1
 
     @property
     def form(self) -> Any:  # noqa: D102
@@ -269,10 +269,10 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     by_form: dict[Any, list[Factor]] = {}
     for factor in factors:
         by_form.setdefault(factor.form, []).append(factor)
-    return [joined(alike, alike[0].row_axis) for alike in by_form.values()]
+    return [join(alike, alike[0].row_axis) for alike in by_form.values()]
 
 
-def joined(alike: Sequence[Any], axis: int) -> Any:
+def join(alike: Sequence[Any], axis: int) -> Any:
     """Return one factor of several of the same form: a single one itself, as it may be large.
 
     Along axis 0 it has the samples of all. Along that of the rows it is their sum.
@@ -280,7 +280,7 @@ def joined(alike: Sequence[Any], axis: int) -> Any:
     if len(alike) == 1:
         return alike[0]
     tensors = {}
-    for name in alike[0].joined:
+    for name in alike[0].joinable:
         tensors[name] = torch.cat([getattr(factor, name) for factor in alike], axis)
     return replace(alike[0], **tensors)
 

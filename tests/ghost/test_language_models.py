@@ -256,7 +256,7 @@ def test_norms_under_autocast_are_not_rounded_by_it(monkeypatch):
         got = rule(a, g)
         with torch.autocast("cpu", enabled=False):
             truth = (g.double().mT @ a.double()).square().sum((1, 2, 3))
-        seen.append((a.dtype, float(((got - truth).abs() / truth).max())))
+        seen.extend((a.dtype, error) for error in ((got - truth).abs() / truth).tolist())
         return got
 
     monkeypatch.setattr(torch_ops, "linear_sq_norms", checked)
@@ -266,7 +266,7 @@ def test_norms_under_autocast_are_not_rounded_by_it(monkeypatch):
     finally:
         ops.get.cache_clear()
     low = [error for dtype, error in seen if dtype == torch.bfloat16]
-    assert len(low) >= 4  # factors of one form are joined
+    assert len(low) >= 8 * N
     assert max(low) < 2e-5
 
 
