@@ -444,8 +444,8 @@ def _add_by_formula(norms: _NormsOfUses, site: Site, uses: list[Use]) -> None:
     if is_slow and site.count > 1 and own_function(site.node) is not None:
         warn(
             f"the backward formula of {site.node.name()} runs {site.count} times, once a sample, "
-            "each time on the whole batch, and takes long: smaller batches (batch_size=) take less "
-            "time in all"
+            "each time on the whole batch, and takes long: smaller batches take less time in all "
+            "(a batch_size= of estimate, or fewer samples a call of per_sample_grad_sq_norms)"
         )
 
 

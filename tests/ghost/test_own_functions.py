@@ -1,6 +1,7 @@
 """A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
 
 import time
+from contextlib import nullcontext
 
 import torch
 from exact import holds
@@ -147,6 +148,41 @@ def test_a_formula_that_takes_long_is_said(monkeypatch):
     x = torch.randn(16, 4, dtype=torch.float64)
     with warned("formula of ProductBackward runs 16 times.* smaller batches"):
         holds(model, x, route=None)
+
+
+class TripledInPlace(torch.autograd.Function):
+    """Three times its argument; its backward pass writes to the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: D102
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, g):  # noqa: D102
+        return g.mul_(3)
+
+
+@mark.parametrize("first", ["written", "linear"])
+def test_a_gradient_that_is_written_to_is_not_taken_for_what_it_was(first):
+    """Autograd hands one tensor to both parts of a sum, whose last is first in a backward pass.
+
+    What is kept of the linear layer until others like it have come has changed by then.
+    """
+    parts = {
+        "written": lambda m, h: TripledInPlace.apply(m.one(h)),
+        "linear": lambda m, h: m.other(h),
+    }
+    order = sorted(parts, key=lambda name: name != first)
+
+    def forward(m, x):
+        h = m.first(x).tanh()
+        return m.last(sum(parts[name](m, h) for name in order))
+
+    layers = {"first": (4, 8), "one": (8, 8), "other": (8, 8), "last": (8, 3)}
+    model = Written(forward, **{name: nn.Linear(*sizes) for name, sizes in layers.items()}).double()
+    is_changed = first == "written"
+    with warned("no route but the loop is right") if is_changed else nullcontext():
+        holds(model, torch.randn(6, 3, 4, dtype=torch.float64), route=None)
 
 
 class Adjoint(torch.autograd.Function):
