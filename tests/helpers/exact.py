@@ -33,13 +33,22 @@ class Truth(NamedTuple):
         return torch.stack(list(self.norms.values())).sum(0)
 
 
+def doubled(model):
+    """A float64 copy of a model."""
+    return copy.deepcopy(model).double()
+
+
 def output_of(model, xs):
     """Output and trainable parameters of a fresh float64 copy of the model."""
-    model = copy.deepcopy(model).double()
-    doubled = (
+    return _run(doubled(model), xs)
+
+
+def _run(model, xs):
+    """Output and trainable parameters of a float64 model."""
+    in_float64 = (
         t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs
     )
-    return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return model(*in_float64), {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _sq_norms(z, parameters, v, row):
@@ -61,27 +70,30 @@ def truth(model, xs, v, shared=(), samples=None):
     The cotangent of the copy is zero.
 
     Args:
-        model: any module; a float64 copy of it is used.
+        model: any module; float64 copies of it, as it is now, are used.
         xs: positional inputs, samples along axis 0 of the tensors that are not shared.
         v: cotangents, shaped like the output.
         shared: which inputs have no samples.
         samples: which of them are looked at; default all.
     """
-    whole, whole_parameters = output_of(model, xs)
-    columns, apart = [], [0.0]
-    for j in range(len(v)) if samples is None else samples:
+    model, samples = doubled(model), list(range(len(v)) if samples is None else samples)
+    whole, parameters = _run(copy.deepcopy(model), xs)
+    alone, norms = [], []
+    for j in samples:
         twice = (
             t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs)
         )
-        z, parameters = output_of(model, tuple(twice))
-        columns.append(_sq_norms(z, parameters, v[j], 0))
-        if len(v) > 1:
-            gaps = (_sq_norms(whole, whole_parameters, v[j], j) - columns[-1]).abs() / columns[
-                -1
-            ].sum()
-            outputs = (whole[j] - z[0]).abs() / (whole[j].abs() + 0.01)
-            apart += [float(gaps.max()), float(outputs.detach().max())]
-    return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
+        z, own = _run(copy.deepcopy(model), twice)
+        alone.append(z.detach()[0])
+        norms.append(_sq_norms(z, own, v[j], 0))
+    norms, apart = torch.stack(norms), 0.0
+    if len(v) > 1:
+        beside_others = torch.stack([_sq_norms(whole, parameters, v[j], j) for j in samples])
+        gaps = (beside_others - norms).abs() / norms.sum(1, keepdim=True)
+        outputs = whole.detach()[samples]
+        moved = (outputs - torch.stack(alone)).abs() / (outputs.abs() + 0.01)
+        apart = max(float(gaps.max()), float(moved.max()))
+    return Truth(dict(zip(parameters, norms.T)), apart)
 
 
 def gradients(model, values):
