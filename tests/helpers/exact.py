@@ -33,22 +33,13 @@ class Truth(NamedTuple):
         return torch.stack(list(self.norms.values())).sum(0)
 
 
-def doubled(model):
-    """A float64 copy of a model."""
-    return copy.deepcopy(model).double()
-
-
 def output_of(model, xs):
     """Output and trainable parameters of a fresh float64 copy of the model."""
-    return _run(doubled(model), xs)
-
-
-def _run(model, xs):
-    """Output and trainable parameters of a float64 model."""
-    in_float64 = (
+    model = copy.deepcopy(model).double()
+    doubled = (
         t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs
     )
-    return model(*in_float64), {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _sq_norms(z, parameters, v, row):
@@ -70,20 +61,20 @@ def truth(model, xs, v, shared=(), samples=None):
     The cotangent of the copy is zero.
 
     Args:
-        model: any module; float64 copies of it, as it is now, are used.
+        model: any module; float64 copies of it are used.
         xs: positional inputs, samples along axis 0 of the tensors that are not shared.
         v: cotangents, shaped like the output.
         shared: which inputs have no samples.
         samples: which of them are looked at; default all.
     """
-    model, samples = doubled(model), list(range(len(v)) if samples is None else samples)
-    whole, parameters = _run(copy.deepcopy(model), xs)
+    samples = list(range(len(v)) if samples is None else samples)
+    whole, parameters = output_of(model, xs)
     alone, norms = [], []
     for j in samples:
         twice = (
             t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs)
         )
-        z, own = _run(copy.deepcopy(model), twice)
+        z, own = output_of(model, twice)
         alone.append(z.detach()[0])
         norms.append(_sq_norms(z, own, v[j], 0))
     norms, apart = torch.stack(norms), 0.0
@@ -92,7 +83,7 @@ def truth(model, xs, v, shared=(), samples=None):
         gaps = (beside_others - norms).abs() / norms.sum(1, keepdim=True)
         outputs = whole.detach()[samples]
         moved = (outputs - torch.stack(alone)).abs() / (outputs.abs() + 0.01)
-        apart = max(float(gaps.max()), float(moved.max()))
+        apart = float(torch.cat([gaps.flatten(), moved.flatten()]).max())  # NaN if one is
     return Truth(dict(zip(parameters, norms.T)), apart)
 
 
