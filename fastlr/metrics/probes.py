@@ -168,7 +168,8 @@ def memorization_capacity(
         >>> import torch, fastlr
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
         >>> inputs = fastlr.ShapeImages((3, 8, 8))
-        >>> capacity = fastlr.memorization_capacity(model, inputs, 8, learning_rate=0.1)
+        >>> options = {"steps": 200, "learning_rate": 0.1}
+        >>> capacity = fastlr.memorization_capacity(model, inputs, 8, **options)
         >>> 7 < capacity.details["bits"] <= 8
         True
     """

@@ -80,9 +80,9 @@ CASES = {
 @mark.parametrize("name", CASES)
 def test_exact_is_the_label_expectation(name):
     model, predictive, fisher = CASES[name]
-    n = 12
+    n = 7
     want = loop(model, Normal().batch(0, n, seed=0, device="cpu", dtype=torch.float64), fisher)
-    got = estimate(model, Normal(), n, probe="exact", predictive=predictive, batch_size=5)
+    got = estimate(model, Normal(), n, probe="exact", predictive=predictive, batch_size=3)
     assert_close(got.per_sample, want, rtol=1e-10, atol=0)
     assert got.value == approx(float(want.mean()), rel=1e-12)
     assert got.stderr == approx(float(want.std()) / math.sqrt(n), rel=1e-9)

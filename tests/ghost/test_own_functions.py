@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from exact import holds
 from expected import warned
-from pytest import mark
+from pytest import mark, param
 from single_samples import Written
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -87,8 +87,10 @@ def held(order, function, before, routes):
 
 
 @mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
-@mark.parametrize("early", [True, False])
-@mark.parametrize("before", [True, False])
+@mark.parametrize(
+    "early, before",
+    [(True, True), (False, False), *(param(e, not e, marks=mark.long) for e in (True, False))],
+)
 def test_arguments_that_are_no_tensors_have_no_slot(order, early, before):
     for outputs in (1, 2, 3):
         held(order, product(order, early=early, outputs=outputs), before, {"node"})

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import torch
@@ -234,7 +234,7 @@ BINARY = [
     ),
     lambda a, b: torch.linalg.solve(definite(a), b[..., 0]),  # a vector for each system
     lambda a, b: torch.rsub(a, b),
-    lambda a, b: torch.where(some(torch.broadcast_shapes(a.shape, b.shape)), a, b),
+    lambda a, b: torch.where(some(torch.broadcast_tensors(a, b)[0].shape), a, b),
     lambda a, b: torch.lerp(a, b, 0.3),
     lambda a, b: torch.lerp(a, b, a),
     lambda a, b: torch.addcmul(a, a, b),
@@ -282,6 +282,12 @@ THREE = [
 ]
 
 
+@cache
+def first_rows(layout, length):
+    """Tell which places of an axis of that length belong to the first sample."""
+    return layout.samples(length, SAMPLES, torch.device("cpu")) == 0
+
+
 def broken(z, seen):
     """Return the kinds of nodes below z that hand rows of one sample to another.
 
@@ -302,7 +308,7 @@ def broken(z, seen):
                 seen.add(name)
                 size = [1] * len(shape)
                 size[layout.dim] = shape[layout.dim]
-                own = layout.samples(shape[layout.dim], SAMPLES, z.device).view(size) == 0
+                own = first_rows(layout, shape[layout.dim]).view(size)
                 given = tuple(
                     own * torch.rand(shape, dtype=graph.dtype(i, output)) if k == output else None
                     for k in range(outputs)
@@ -310,7 +316,7 @@ def broken(z, seen):
                 below = call_node(node, given)[slot]
                 if below is not None:
                     rows = dense(below).sum_to_size(inner).movedim(kept.dim, 0)
-                    others = rows[kept.samples(inner[kept.dim], SAMPLES, z.device) != 0].detach()
+                    others = rows[~first_rows(kept, inner[kept.dim])].detach()
                     if bool((others.nan_to_num() != 0).any()):
                         found.append(f"{name} {tuple(shape)} {layout} -> {tuple(inner)} {kept}")
     return found

@@ -12,9 +12,9 @@ import fastlr
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.sample_axis import Marks, Regular, explains, vanishing
 
-STEPS = 50
+STEPS = 30
 # Of weights, so that gradients of the first steps are denormal.
-SHRINK = {torch.float32: 0.1, torch.float64: 1e-8}
+SHRINK = {torch.float32: 0.03, torch.float64: 1e-12}
 
 
 class Recurrence(nn.Module):

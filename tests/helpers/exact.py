@@ -61,27 +61,30 @@ def truth(model, xs, v, shared=(), samples=None):
     The cotangent of the copy is zero.
 
     Args:
-        model: any module; a float64 copy of it is used.
+        model: any module; float64 copies of it are used.
         xs: positional inputs, samples along axis 0 of the tensors that are not shared.
         v: cotangents, shaped like the output.
         shared: which inputs have no samples.
         samples: which of them are looked at; default all.
     """
-    whole, whole_parameters = output_of(model, xs)
-    columns, apart = [], [0.0]
-    for j in range(len(v)) if samples is None else samples:
+    samples = list(range(len(v)) if samples is None else samples)
+    whole, parameters = output_of(model, xs)
+    alone, norms = [], []
+    for j in samples:
         twice = (
             t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs)
         )
-        z, parameters = output_of(model, tuple(twice))
-        columns.append(_sq_norms(z, parameters, v[j], 0))
-        if len(v) > 1:
-            gaps = (_sq_norms(whole, whole_parameters, v[j], j) - columns[-1]).abs() / columns[
-                -1
-            ].sum()
-            outputs = (whole[j] - z[0]).abs() / (whole[j].abs() + 0.01)
-            apart += [float(gaps.max()), float(outputs.detach().max())]
-    return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
+        z, own = output_of(model, twice)
+        alone.append(z.detach()[0])
+        norms.append(_sq_norms(z, own, v[j], 0))
+    norms, apart = torch.stack(norms), 0.0
+    if len(v) > 1:
+        beside_others = torch.stack([_sq_norms(whole, parameters, v[j], j) for j in samples])
+        gaps = (beside_others - norms).abs() / norms.sum(1, keepdim=True)
+        outputs = whole.detach()[samples]
+        moved = (outputs - torch.stack(alone)).abs() / (outputs.abs() + 0.01)
+        apart = float(torch.cat([gaps.flatten(), moved.flatten()]).max())  # NaN if one is
+    return Truth(dict(zip(parameters, norms.T)), apart)
 
 
 def gradients(model, values):

@@ -110,20 +110,25 @@ def hasten():
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
-    patched = set()
+    modules, patched = set(), set()
 
     def once(function):
-        languages = frozenset(
-            id(value)
-            for value in function.__globals__.values()
-            if getattr(value, "__name__", "") in LANGUAGES
-        )
-        if languages not in patched:
-            patched.add(languages)
-            patch(function)
+        names = function.__globals__
+        if id(names) not in modules:
+            modules.add(id(names))
+            languages = frozenset(
+                id(value) for value in names.values() if getattr(value, "__name__", "") in LANGUAGES
+            )
+            if languages not in patched:
+                patched.add(languages)
+                patch(function)
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once
+    # Computed for each sum of integers, to be asserted in debugging alone.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     numbers = functools.cache(interpreter._get_np_dtype)
     pointers = np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda kind: (
@@ -143,25 +148,42 @@ def hasten():
         return self.type
 
     core.tuple.__init__, core.tuple.__getattr__ = init, of_name
-    make_block = core.block_type.__init__
-    blocks = {}
+    unwrap, make_block = core._unwrap_if_constexpr, core.block_type.__init__
+    semantic = importlib.import_module("triton.language.semantic")
+    blocks, shapes = {}, {}
+
+    def unwrapped(value):
+        if type(value) is core.constexpr:
+            return value.value
+        return unwrap(value) if isinstance(value, (list, tuple, core.tuple)) else value
 
     def block(self, element_ty, shape):
-        key = element_ty.name, *core._unwrap_if_constexpr(shape)
+        key = element_ty.name, *(shape.values if type(shape) is core.tuple else unwrapped(shape))
         if key not in blocks:
             make_block(self, element_ty, shape)
+            sizes = core.tuple(map(core.constexpr, self.shape))
+            of_tensors = core.constexpr(math.prod(self.shape)), sizes
+            self.shape, self.of_tensors = shapes.setdefault(key[1:], (self.shape, of_tensors))
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key], element_ty=element_ty)
 
-    @functools.cache
-    def size_and_shape(shape):
-        return core.constexpr(math.prod(shape)), core.tuple(map(core.constexpr, shape))
+    of_scalars = core.constexpr(1), core.tuple(())
 
     def tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = size_and_shape(type.shape if type.is_block() else ())
+        self.numel, self.shape = type.of_tensors if type.is_block() else of_scalars
 
-    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    core._unwrap_if_constexpr, core.block_type.__init__ = unwrapped, block
+    core.tensor.__init__ = tensor
+    if not hasattr(semantic, "TritonSemantic"):  # Triton 3.3
+        return
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_unless_alike(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_unless_alike
 
 
 def note_claims():

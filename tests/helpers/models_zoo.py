@@ -68,7 +68,20 @@ for _name, (_size, _options) in TORCHVISION.items():
 MOBILE = [(8, 3, 16, 8, True, "HS", 1, 1, 1.0), (8, 5, 16, 8, False, "RE", 2, 1, 1.0)]
 MOBILE = [InvertedResidualConfig(*row) for row in MOBILE]
 zoo("mobilenet_thin")(lambda: images(MobileNetV3(MOBILE, last_channel=16, num_classes=2), 24, 4))
-zoo("resnet_thin")(lambda: images(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5), 24, 4))
+
+
+class ThinResNet(ResNet):
+    """Four stages of 64, 24, 24 and 24 channels; the first is as wide as the stem, as in others."""
+
+    def __init__(self):
+        super().__init__(BasicBlock, [1, 1, 1, 1])
+        self.fc = nn.Linear(24, 5)
+
+    def _make_layer(self, block, planes, *rest, **options):
+        return super()._make_layer(block, 64 if planes == 64 else 24, *rest, **options)
+
+
+zoo("resnet_thin")(lambda: images(ThinResNet(), 24, 4))
 BLOCKS = [CNBlockConfig(12, 16, 2), CNBlockConfig(16, None, 1)]
 zoo("convnext_thin")(lambda: images(ConvNeXt(BLOCKS, num_classes=5), 48))
 INVERTED = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 5, 2, 8, 12, 2)]
@@ -230,11 +243,12 @@ def _peft_dora_linear():
 
 @zoo("timm_resnetv2_standardised")
 def _timm_resnetv2_standardised():
-    from timm.layers import StdConv2d
+    from timm.layers import GroupNormAct, StdConv2d
     from timm.models.resnetv2 import ResNetV2
 
-    sizes = {"layers": (1, 1), "channels": (128, 256), "stem_chs": 32, "stem_type": ""}
-    return images(ResNetV2(num_classes=5, conv_layer=StdConv2d, **sizes), 32)
+    sizes = {"layers": (1, 1), "channels": (32, 64), "stem_chs": 8, "stem_type": ""}
+    layers = {"conv_layer": StdConv2d, "norm_layer": partial(GroupNormAct, num_groups=4)}
+    return images(ResNetV2(num_classes=5, **layers, **sizes), 32)
 
 
 zoo("timm_resnetv2_50", long=True)(

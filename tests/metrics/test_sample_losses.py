@@ -1,5 +1,7 @@
 """Losses that mix samples are refused; those of each sample's own row give what a loop gives."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from exact import seeded
@@ -16,10 +18,17 @@ KEYS = torch.randn(9, CLASSES, generator=seeded(3))
 WEIGHTS = torch.rand(8, generator=seeded(4)) + 0.5
 
 
+@cache
+def network(dtype, seed):
+    """A network of which more than one test may ask, so that it is proven once."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
+
+
 def made(samples=8, dtype=torch.float64, seed=0):
     """A network, inputs and classes."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
+    model = network(dtype, seed)
+    torch.manual_seed(10 + seed)
     return model, torch.randn(samples, 5, dtype=dtype), torch.randint(0, CLASSES, (samples,))
 
 
