@@ -1,5 +1,7 @@
 """The benchmark's machinery: repairs change no gradient, wrong contenders are caught."""
 
+from functools import cache
+
 import models_zoo as zoo
 import torch
 from exact import assert_norms
@@ -13,15 +15,22 @@ from bench.paired import Wrong
 MODELS = ["vit_thin", "patchtst", "resnet_thin", "mobilenet_thin"]
 
 
+@cache
+def truth_of(model):
+    """A case's cotangent, and its norms from one backward pass a sample in float64."""
+    case = zoo.make(model)
+    cotangent = cases.cotangent_for(case)
+    return cotangent, cases.loop_norms(cases.as_double(case), cotangent)
+
+
 @mark.parametrize("model", MODELS)
 @mark.parametrize("peer", ["loop", "vmap", "opacus", "opacus-ghost", "backpack"])
 def test_contenders_agree_with_the_truth_after_repairs(peer, model):
     for package in ("opacus", "backpack"):
         if peer.startswith(package):
             importorskip(package)
+    cotangent, truth = truth_of(model)
     case = zoo.make(model)
-    cotangent = cases.cotangent_for(case)
-    truth = cases.loop_norms(cases.as_double(case), cotangent)
     before = [p.clone() for p in case.model.parameters()]
     contender = peers.PEERS[peer](case, cotangent)
     found = contender.run()

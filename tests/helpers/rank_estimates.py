@@ -178,9 +178,9 @@ HALVED = {  # who runs out of memory, from which input on, and the arguments
         "who": 1,
         "first": 0,
         "n": 3000,
-        "target_rel_stderr": 0.08,
-        "min_n": 256,
-        "batch_size": 100,
+        "target_rel_stderr": 0.3,
+        "min_n": 64,
+        "batch_size": 16,
     },
 }
 

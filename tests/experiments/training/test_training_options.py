@@ -36,6 +36,7 @@ MEMORIZE = {
     "redundancy_batch": 4,
 }
 SERIES = {**TINY, "norm_batch": 8, "finetune_runs": 1}
+SERIES |= {"epochs": 2, "strategies": ("validation_loss", "no_pretraining")}
 
 
 def settings_of(driver, images):
