@@ -4,6 +4,7 @@ Blocks that begin with ``# in FILE`` are added to that file, those with ``# in F
 the table there; the others are examples, whose runs are of two epochs a task here.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -52,9 +53,23 @@ def follow(page, home):
     return examples
 
 
-def main(page, folder):
+def forget(*packages):
+    """Have packages imported anew, but for Triton's library, which there can be one of only."""
+    for name in [*sys.modules]:
+        if name.split(".")[0] in packages and not name.startswith("triton._C"):
+            del sys.modules[name]
+
+
+def main(page, folder, log):
+    """Follow the page and run its examples in a process of the fork server, which writes a log."""
+    with log.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(folder)
+    os.environ["TRITON_INTERPRET"] = "1"
     home = copy_package(folder)
     examples = follow(page, home)
+    forget("fastlr", "triton")
     sys.path.insert(0, str(folder))
 
     from runs_here import messages_here
@@ -69,7 +84,3 @@ def main(page, folder):
     for text in examples:
         text = text.replace('"tasks=3"', '"tasks=3", "--set", "epochs=2"')
         exec(compile(text, str(page), "exec"), {"__name__": "example"})
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
