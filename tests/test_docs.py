@@ -28,7 +28,7 @@ FEWER = {
     "guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,", "epochs=50": "epochs=2"},
     "guides/checkpoints": {"resnet18": "squeezenet1_1", "64": "16"},
     "guides/measure": {"resnet18": "squeezenet1_1", "=256": "=32", "=64": "=16", "-n 64": "-n 16"},
-    "guides/reproduce": {"epochs=2": "epochs=1 --set finetune_epochs=1"},
+    "guides/reproduce": {"epochs=2": "epochs=1 --set finetune_epochs=1 --set finetune_runs=1"},
 }
 NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
 

@@ -99,7 +99,7 @@ def test_every_op_with_a_kernel_has_cases_of_its_own_name():
 
 
 def test_all_cases_agree_with_their_definitions():
-    draw = layers.Draw(CPU, torch.float32, batch=3, shrink=16)
+    draw = layers.Draw(CPU, torch.float32, batch=3, shrink=32)
     for name, cases in layers.CASES.items():
         for case in cases.values():
             call = case(draw)

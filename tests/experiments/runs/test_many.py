@@ -33,6 +33,7 @@ from fastlr.experiments.runs.sweep import product
 from fastlr.files import locked
 
 # Without fastlr's imports.
+JOB_MESSAGES = processes.job_messages
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
 
 
@@ -133,12 +134,23 @@ def without_progress(text):
     return re.sub(r"^\d+/\d+ runs ended.*\n", "", text, flags=re.MULTILINE)
 
 
+def one_process(jobs, slots):
+    """Run the first job in a process, the others here."""
+    yield from JOB_MESSAGES(jobs[:1], slots)
+    yield from messages_here(jobs[1:], slots)
+
+
 @pytest.mark.parametrize(
-    "later", [messages_here, pytest.param(processes.job_messages, marks=pytest.mark.long)]
+    ("first", "later"),
+    [
+        (one_process, messages_here),
+        pytest.param(JOB_MESSAGES, JOB_MESSAGES, marks=pytest.mark.long),
+    ],
 )
-def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, later):
-    """They are processes, those that go on ``later`` too in the long tests."""
+def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, first, later):
+    """One of the first two is a process, all are, those that go on ``later`` too, in long tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(processes, "job_messages", first)
     settings = {
         **SMALL,
         "data": images,
