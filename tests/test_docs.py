@@ -13,7 +13,7 @@ import run_contributions
 import typer
 from page import fenced
 from pytest import importorskip, mark, param
-from ranks import fork_server
+from ranks import good, run_ranks
 
 import fastlr
 from fastlr.cli.main import app, main
@@ -25,9 +25,9 @@ DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
 
 FEWER = {
-    "guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,", "epochs=50": "epochs=2"},
+    "guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,"},
     "guides/checkpoints": {"resnet18": "squeezenet1_1", "64": "16"},
-    "guides/measure": {"resnet18": "squeezenet1_1", "=256": "=32", "=64": "=16", "-n 64": "-n 16"},
+    "guides/measure": {"resnet18": "squeezenet1_1", "=256": "=32", "64": "16"},
     "guides/reproduce": {"epochs=2": "epochs=1 --set finetune_epochs=1 --set finetune_runs=1"},
 }
 NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
@@ -88,7 +88,7 @@ def test_what_a_page_shows_runs(page, fewer, tmp_path, monkeypatch, capsys):
         if page.endswith(guide):
             importorskip(library)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path))
     names = {}
     ran = 0
     for language, text in blocks(page):
@@ -157,12 +157,7 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
 def test_contributions_run_as_shown(tmp_path):
     """CONTRIBUTING.md's rule, op, metric, intervention and experiment run in their own process."""
     importorskip("triton")
-    log = tmp_path / "log.txt"
-    work = (ROOT / "CONTRIBUTING.md", tmp_path, log)
-    process = fork_server().Process(target=run_contributions.main, args=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 0, log.read_text()
+    good(run_ranks(1, run_contributions.main, ROOT / "CONTRIBUTING.md", tmp_path, backend=None))
 
 
 def test_what_the_architecture_names_is_there():

@@ -33,7 +33,6 @@ NEEDS = {
     "actor_critic_loop": "gymnasium",
     "permuted_cartpole": "stable_baselines3",
 }
-FEWER = {"actor_critic_loop": ("UPDATES, STEPS, GAMMA = 40, 64", "UPDATES, STEPS, GAMMA = 12, 16")}
 ARGUMENTS = {"permuted_cartpole": ["1", "2", "512"], "warm_start": ["store", "1", "0", "1"]}
 BY_TORCHRUN = {"sharded_language_model"}
 SLOW = {"finetuned_on_tasks", "warm_start"}
@@ -59,11 +58,13 @@ def test_example(name, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
-    text = (EXAMPLES / f"{name}.py").read_text()
-    shown, fewer = FEWER.get(name, ("", ""))
-    assert shown in text
+    # the actor-critic loop's updates and their steps
+    text = (EXAMPLES / f"{name}.py").read_text().replace("GAMMA = 40, 64", "GAMMA = 12, 16")
     try:
-        exec(compile(text.replace(shown, fewer), f"{name}.py", "exec"), {"__name__": "__main__"})
+        exec(
+            compile(text, name, "exec"),
+            {"__name__": "__main__"},
+        )
     except SystemExit as end:
         assert not end.code
     said = capfd.readouterr().out

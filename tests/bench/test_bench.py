@@ -137,8 +137,7 @@ def test_the_check_sees_one_sample_a_missing_output_and_what_was_not_written():
 def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path):
     done = pytest_bench(
         "bench/test_norms.py",
-        "-k",
-        "fold_weights",
+        "-kfold_weights",
         f"--benchmark-json={tmp_path}/a.json",
     )
     assert done.returncode == 0, done.stdout[-2000:]

@@ -1,26 +1,16 @@
 """The benchmark's machinery: repairs change no gradient, wrong contenders are caught."""
 
-from functools import cache
-
 import models_zoo as zoo
 import torch
 from exact import assert_norms
 from expected import refused
-from pytest import importorskip, mark, raises
+from pytest import importorskip, mark, param, raises
 
 from bench import cases, repairs
 from bench import test_peers as peers
 from bench.paired import Wrong
 
-MODELS = ["vit_thin", "patchtst", "resnet_thin", "mobilenet_thin"]
-
-
-@cache
-def truth_of(model):
-    """A case's cotangent, and its norms from one backward pass a sample in float64."""
-    case = zoo.make(model)
-    cotangent = cases.cotangent_for(case)
-    return cotangent, cases.loop_norms(cases.as_double(case), cotangent)
+MODELS = ["vit_thin", "patchtst", param("resnet_thin", marks=mark.long), "mobilenet_thin"]
 
 
 @mark.parametrize("model", MODELS)
@@ -29,8 +19,9 @@ def test_contenders_agree_with_the_truth_after_repairs(peer, model):
     for package in ("opacus", "backpack"):
         if peer.startswith(package):
             importorskip(package)
-    cotangent, truth = truth_of(model)
     case = zoo.make(model)
+    cotangent = cases.cotangent_for(case)
+    truth = cases.loop_norms(cases.as_double(case), cotangent)
     before = [p.clone() for p in case.model.parameters()]
     contender = peers.PEERS[peer](case, cotangent)
     found = contender.run()

@@ -53,23 +53,16 @@ def follow(page, home):
     return examples
 
 
-def forget(*packages):
-    """Have packages imported anew, but for Triton's library, which there can be one of only."""
-    for name in [*sys.modules]:
-        if name.split(".")[0] in packages and not name.startswith("triton._C"):
-            del sys.modules[name]
-
-
-def main(page, folder, log):
-    """Follow the page and run its examples in a process of the fork server, which writes a log."""
-    with log.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def main(rank, page, folder):
+    """Follow the page and run its examples, in a process of their own (`ranks.run_ranks`)."""
     os.chdir(folder)
     os.environ["TRITON_INTERPRET"] = "1"
     home = copy_package(folder)
     examples = follow(page, home)
-    forget("fastlr", "triton")
+    # To be imported anew, but for the library that Triton can have once only.
+    for name in [*sys.modules]:
+        if re.match(r"(fastlr|triton(?!\._C))\b", name):
+            del sys.modules[name]
     sys.path.insert(0, str(folder))
 
     from runs_here import messages_here
@@ -79,7 +72,7 @@ def main(page, folder, log):
     from fastlr.ops.interpreter import repair_interpreter
 
     processes.job_messages = messages_here
-    assert Path(fastlr.__file__).parent == home
+    assert fastlr.__file__ == str(home / "__init__.py")
     repair_interpreter()  # before any kernel
     for text in examples:
         text = text.replace('"tasks=3"', '"tasks=3", "--set", "epochs=2"')

@@ -49,7 +49,7 @@ IMAGE = spaces.Box(0, 255, (36, 36, 1), np.uint8)
 @fixture(autouse=True)
 def logs(tmp_path, monkeypatch):
     """Have agents' loggers make their folders where the test ends them."""
-    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path))
 
 
 class World(gymnasium.Env):

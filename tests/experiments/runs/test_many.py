@@ -28,12 +28,11 @@ from fastlr.experiments.continual import read_runs
 from fastlr.experiments.runs import processes
 from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs.experiment import Progress
-from fastlr.experiments.runs.processes import Job, run_jobs
+from fastlr.experiments.runs.processes import Job, job_messages, run_jobs
 from fastlr.experiments.runs.sweep import product
 from fastlr.files import locked
 
 # Without fastlr's imports.
-JOB_MESSAGES = processes.job_messages
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
 
 
@@ -136,7 +135,7 @@ def without_progress(text):
 
 def one_process(jobs, slots):
     """Run the first job in a process, the others here."""
-    yield from JOB_MESSAGES(jobs[:1], slots)
+    yield from job_messages(jobs[:1], slots)
     yield from messages_here(jobs[1:], slots)
 
 
@@ -144,7 +143,7 @@ def one_process(jobs, slots):
     ("first", "later"),
     [
         (one_process, messages_here),
-        pytest.param(JOB_MESSAGES, JOB_MESSAGES, marks=pytest.mark.long),
+        pytest.param(*2 * [job_messages], marks=pytest.mark.long),
     ],
 )
 def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, first, later):

@@ -30,7 +30,8 @@ CONTINUAL, TRANSFER, MEMORIZE = "continual", "transfer", "memorize"
 
 
 def small(images, **settings):
-    fixed = {
+    return {
+        **SMALL,
         "data": images,
         "model": "rank_runs:without_dropout",
         "threads": 1,
@@ -38,8 +39,8 @@ def small(images, **settings):
         "tasks": 2,
         "redundancy_n": 10,
         "redundancy_batch": 5,
+        **settings,
     }
-    return {**SMALL, **fixed, **settings}
 
 
 def errors_of(ranks, module, path, settings, **changed):
@@ -193,8 +194,7 @@ def test_interventions_act_on_all_samples(tmp_path, images, optimiser):
 
 def test_transfer_is_that_of_one_process(tmp_path):
     kwargs = {**TINY["model_kwargs"], "dropout": 0.0}
-    settings = {**TINY, "model_kwargs": kwargs, "norm_batch": 8, "learning_rate": 2e-3, "seed": 3}
-    settings |= {"epochs": 2, "finetune_runs": 1}
+    settings = {**TINY, "model_kwargs": kwargs, "norm_batch": 8, "learning_rate": 2e-3, "epochs": 2}
     want, got = alone_and_shared(TRANSFER, tmp_path, settings)
     assert_close(comparable(got), comparable(want), rel=0.01)
 
@@ -208,8 +208,6 @@ def test_memorization_is_that_of_one_process(tmp_path, kind):
         "epochs": 3,
         "evaluate_every": 1,
         "seed": 5,
-    }
-    settings |= {
         "device": "cpu",
         "threads": 1,
         "dtype": "fp32",
@@ -219,9 +217,9 @@ def test_memorization_is_that_of_one_process(tmp_path, kind):
     if kind == "vision":
         settings |= {"model": "rank_runs:without_dropout", "size": 8, "classes": 3}
     else:
-        model = {"model_kwargs": {**TINY["model_kwargs"], "dropout": 0.0}, "kind": "series"}
         settings |= {
-            **model,
+            "model_kwargs": {**TINY["model_kwargs"], "dropout": 0.0},
+            "kind": "series",
             "model": "fastlr.models.patchtst:PatchTST",
             "context": 32,
             "horizon": 6,

@@ -86,7 +86,7 @@ def of_kind(run, kind):
 @mark.parametrize("kills", [1, param(20, marks=mark.long)])
 def test_killed_it_ends_as_the_uninterrupted_run(tmp_path, kills):
     records = check_kills(
-        tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 30}, kills, seed=kills
+        tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 15}, kills, seed=kills
     )
     kinds = [line["kind"] for line in records]
     assert kinds[:5] == ["start", "pretrain", "pretrain", "pretrain", "selection"]
