@@ -4,13 +4,13 @@ import models_zoo as zoo
 import torch
 from exact import assert_norms
 from expected import refused
-from pytest import importorskip, mark, raises
+from pytest import importorskip, mark, param, raises
 
 from bench import cases, repairs
 from bench import test_peers as peers
 from bench.paired import Wrong
 
-MODELS = ["vit_thin", "patchtst", "resnet_thin", "mobilenet_thin"]
+MODELS = ["vit_thin", "patchtst", param("resnet_thin", marks=mark.long), "mobilenet_thin"]
 
 
 @mark.parametrize("model", MODELS)

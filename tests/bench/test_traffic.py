@@ -40,8 +40,8 @@ def test_a_chunk_of_a_small_network():
 
 
 def test_the_command(monkeypatch, capsys):
-    command = "traffic resnet18 --size 64 --dtype fp32 --chunk 4 --bytes-only"
-    monkeypatch.setattr(sys, "argv", command.split())
+    command = "traffic shufflenet_v2_x0_5 --size 32 --dtype fp32 --chunk 2 --bytes-only".split()
+    monkeypatch.setattr(sys, "argv", command)
     traffic.main()
     out = capsys.readouterr().out
     assert "fold_weights_kernel" in out

@@ -5,7 +5,7 @@ import math
 
 import full_params_ranks as work
 import torch
-from pytest import approx, importorskip, mark
+from pytest import approx, importorskip, mark, param
 from ranks import Ended, good, run_ranks
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +29,7 @@ def close(got, want):
         assert (torch.as_tensor(got[name]) - want[name]).abs().le(1e-5 * total).all(), name
 
 
-@mark.parametrize("whole", [True, False])
+@mark.parametrize("whole", [param(True, marks=mark.long), False])
 def test_measurements_within_a_training(whole):
     results = good(run_ranks(2, work.training, whole))
     for rank, each in enumerate(results):

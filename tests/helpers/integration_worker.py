@@ -32,7 +32,7 @@ def by_hand(rank):
         )
         train(meter.model, watch, steps=4, accumulate=2, autocast=True, seed=3 + rank)
         models.append(model)
-        found[watched] = None if meter.last is None else meter.last.value
+        found[watched] = meter.last and meter.last.value
     wanted = fastlr.estimate(models[0], INPUTS, N, dtype=torch.bfloat16).value
     rows = []
     meter = Monitor(

@@ -69,5 +69,4 @@ def check_kills(folder, module, settings, kills, seed):
         assert_same(checkpoint(path), checkpoint(whole))
         assert rows(path) == rows(whole)
     assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
-    print("records when killed:", ends)
     return wanted

@@ -4,6 +4,7 @@ Blocks that begin with ``# in FILE`` are added to that file, those with ``# in F
 the table there; the others are examples, whose runs are of two epochs a task here.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -52,9 +53,16 @@ def follow(page, home):
     return examples
 
 
-def main(page, folder):
+def main(rank, page, folder):
+    """Follow the page and run its examples, in a process of their own (`ranks.run_ranks`)."""
+    os.chdir(folder)
+    os.environ["TRITON_INTERPRET"] = "1"
     home = copy_package(folder)
     examples = follow(page, home)
+    # To be imported anew, but for the library that Triton can have once only.
+    for name in [*sys.modules]:
+        if re.match(r"(fastlr|triton(?!\._C))\b", name):
+            del sys.modules[name]
     sys.path.insert(0, str(folder))
 
     from runs_here import messages_here
@@ -64,12 +72,8 @@ def main(page, folder):
     from fastlr.ops.interpreter import repair_interpreter
 
     processes.job_messages = messages_here
-    assert Path(fastlr.__file__).parent == home
+    assert fastlr.__file__ == str(home / "__init__.py")
     repair_interpreter()  # before any kernel
     for text in examples:
         text = text.replace('"tasks=3"', '"tasks=3", "--set", "epochs=2"')
         exec(compile(text, str(page), "exec"), {"__name__": "example"})
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from integration_cases import random_states, seed_all
-from pytest import approx, importorskip, mark, param, raises, warns
+from pytest import approx, fixture, importorskip, mark, param, raises, warns
 from torch.testing import assert_close
 
 import fastlr
@@ -44,6 +44,12 @@ TWO = spaces.Box(-1.0, 1.0, (2,))
 THREE = spaces.Discrete(3)
 DICT = spaces.Dict({"a": BOX, "b": THREE, "c": spaces.MultiDiscrete([2, 3])})
 IMAGE = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+
+
+@fixture(autouse=True)
+def logs(tmp_path, monkeypatch):
+    """Have agents' loggers make their folders where the test ends them."""
+    monkeypatch.setenv("SB3_LOGDIR", str(tmp_path))
 
 
 class World(gymnasium.Env):

@@ -30,6 +30,7 @@ import os
 import random
 import subprocess
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -413,10 +414,12 @@ def refuse_other_files(path: Path, names: Collection[str]) -> None:
         raise InputError(f"{path} is not empty ({', '.join(others[:3])}): choose a new folder")
 
 
+@cache
 def commit_of_source() -> str | None:
     """Return the git commit that fastlr runs from; None if it is not known.
 
-    It is marked "+changes" if files differ from it.
+    It is marked "+changes" if files differ from it. Of a process it is looked for once: what it has
+    imported stays.
     """
     folder = Path(__file__).resolve().parent
 

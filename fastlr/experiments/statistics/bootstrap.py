@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtri, stdtrit
 
 from fastlr.errors import InputError
 
@@ -90,6 +89,9 @@ def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Int
         blocks: Blocks that make up a resample, of all runs.
         runs: Runs that are averaged; each has its own level and slope.
     """
+    # Its import takes a fifth of a second, for which no run that only trains shall wait.
+    from scipy.special import ndtri, stdtrit
+
     if not math.isfinite(value) or not math.isfinite(deviation(replicates, blocks, runs)):
         return Interval()
     z = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12))

@@ -19,11 +19,11 @@ from fastlr.experiments.data import ImageStore, prepare
 
 
 def big_source(root):
-    """A source that takes about two seconds of decoding."""
+    """A source that takes about a second of decoding."""
     files = []
     for i in range(24):
         data = io.BytesIO()
-        Image.fromarray(pixels(i, 300, 400)).save(data, "JPEG", quality=90)
+        Image.fromarray(pixels(i, 200, 300)).save(data, "JPEG", quality=90)
         files.append(data.getvalue())
     for c in range(16):
         for split, count in (("train", 20), ("val", 4)):

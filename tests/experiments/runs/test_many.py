@@ -28,7 +28,7 @@ from fastlr.experiments.continual import read_runs
 from fastlr.experiments.runs import processes
 from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs.experiment import Progress
-from fastlr.experiments.runs.processes import Job, run_jobs
+from fastlr.experiments.runs.processes import Job, job_messages, run_jobs
 from fastlr.experiments.runs.sweep import product
 from fastlr.files import locked
 
@@ -133,12 +133,23 @@ def without_progress(text):
     return re.sub(r"^\d+/\d+ runs ended.*\n", "", text, flags=re.MULTILINE)
 
 
+def one_process(jobs, slots):
+    """Run the first job in a process, the others here."""
+    yield from job_messages(jobs[:1], slots)
+    yield from messages_here(jobs[1:], slots)
+
+
 @pytest.mark.parametrize(
-    "later", [messages_here, pytest.param(processes.job_messages, marks=pytest.mark.long)]
+    ("first", "later"),
+    [
+        (one_process, messages_here),
+        pytest.param(*2 * [job_messages], marks=pytest.mark.long),
+    ],
 )
-def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, later):
-    """They are processes, those that go on ``later`` too in the long tests."""
+def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch, first, later):
+    """One of the first two is a process, all are, those that go on ``later`` too, in long tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(processes, "job_messages", first)
     settings = {
         **SMALL,
         "data": images,

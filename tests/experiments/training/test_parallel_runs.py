@@ -30,14 +30,17 @@ CONTINUAL, TRANSFER, MEMORIZE = "continual", "transfer", "memorize"
 
 
 def small(images, **settings):
-    fixed = {
+    return {
+        **SMALL,
         "data": images,
         "model": "rank_runs:without_dropout",
         "threads": 1,
         "norm_batch": 4,
+        "tasks": 2,
+        "redundancy_n": 10,
         "redundancy_batch": 5,
+        **settings,
     }
-    return {**SMALL, **fixed, **settings}
 
 
 def errors_of(ranks, module, path, settings, **changed):
@@ -52,7 +55,7 @@ def done(ranks, module, path, settings, **changed):
 @fixture(scope="module")
 def by_two(tmp_path_factory, images):
     """A small continual run by two ranks."""
-    return done(2, CONTINUAL, tmp_path_factory.mktemp("runs") / "two", small(images))
+    return done(2, CONTINUAL, tmp_path_factory.mktemp("runs") / "two", small(images, tasks=3))
 
 
 def alone_and_shared(module, folder, settings, ranks=2):
@@ -151,8 +154,9 @@ def test_layers_that_only_some_samples_reach():
 
 @mark.parametrize("ranks", [2, param(3, marks=mark.long)])
 def test_continual_runs_are_those_of_one_process(tmp_path, images, by_two, ranks):
-    want = done(1, CONTINUAL, tmp_path / "one", small(images))
-    got = by_two if ranks == 2 else done(ranks, CONTINUAL, tmp_path / "several", small(images))
+    settings = small(images, tasks=3)
+    want = done(1, CONTINUAL, tmp_path / "one", settings)
+    got = by_two if ranks == 2 else done(ranks, CONTINUAL, tmp_path / "several", settings)
     assert_close(comparable(got), comparable(want))
     assert_close(training(got), training(want))
     config, config_alone = (json.loads((path / "config.json").read_text()) for path in (got, want))
@@ -190,7 +194,7 @@ def test_interventions_act_on_all_samples(tmp_path, images, optimiser):
 
 def test_transfer_is_that_of_one_process(tmp_path):
     kwargs = {**TINY["model_kwargs"], "dropout": 0.0}
-    settings = {**TINY, "model_kwargs": kwargs, "norm_batch": 8, "learning_rate": 2e-3, "seed": 3}
+    settings = {**TINY, "model_kwargs": kwargs, "norm_batch": 8, "learning_rate": 2e-3, "epochs": 2}
     want, got = alone_and_shared(TRANSFER, tmp_path, settings)
     assert_close(comparable(got), comparable(want), rel=0.01)
 
@@ -204,8 +208,6 @@ def test_memorization_is_that_of_one_process(tmp_path, kind):
         "epochs": 3,
         "evaluate_every": 1,
         "seed": 5,
-    }
-    settings |= {
         "device": "cpu",
         "threads": 1,
         "dtype": "fp32",
@@ -215,9 +217,9 @@ def test_memorization_is_that_of_one_process(tmp_path, kind):
     if kind == "vision":
         settings |= {"model": "rank_runs:without_dropout", "size": 8, "classes": 3}
     else:
-        model = {"model_kwargs": {**TINY["model_kwargs"], "dropout": 0.0}, "kind": "series"}
         settings |= {
-            **model,
+            "model_kwargs": {**TINY["model_kwargs"], "dropout": 0.0},
+            "kind": "series",
             "model": "fastlr.models.patchtst:PatchTST",
             "context": 32,
             "horizon": 6,
@@ -255,7 +257,7 @@ def test_resumed_with_another_number_of_ranks(tmp_path, images, ranks):
 
 @mark.parametrize("module", [CONTINUAL, param(TRANSFER, marks=mark.long)])
 def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, by_two, module):
-    settings, want = small(images), by_two
+    settings, want = small(images, tasks=3), by_two
     if module == TRANSFER:
         settings = {**TINY, "norm_batch": 8}
         want = done(2, module, tmp_path / "whole", settings)
@@ -345,7 +347,7 @@ def test_commands_under_torchrun(tmp_path, images):
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert first[1].strip() == f"run: {tmp_path / 'run'}"
     assert second[1] == second[2] == ""
-    assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "task"]
+    assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task"]
     first, second = as_torchrun(2, tmp_path, command)
     assert first[0] == second[0] == 2
     assert (first[2] + second[2]).count("holds a run: --resume goes on with it") == 1

@@ -86,7 +86,7 @@ def of_kind(run, kind):
 @mark.parametrize("kills", [1, param(20, marks=mark.long)])
 def test_killed_it_ends_as_the_uninterrupted_run(tmp_path, kills):
     records = check_kills(
-        tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 30}, kills, seed=kills
+        tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 15}, kills, seed=kills
     )
     kinds = [line["kind"] for line in records]
     assert kinds[:5] == ["start", "pretrain", "pretrain", "pretrain", "selection"]
@@ -460,12 +460,13 @@ def test_a_run_from_before_norm_batch_goes_on_as_it_was(tmp_path):
         **TINY,
         "batch_size": 300,
         "norm_batch": 0,
-        "epochs": 2,
+        "epochs": 1,
         "steps_per_epoch": 2,
+        "strategies": ("validation_loss",),
         "finetune_runs": 1,
     }
     transfer.begin(tmp_path / "whole", None, settings)
-    transfer.begin(tmp_path / "old", None, {**settings, "epochs": 2})
+    transfer.begin(tmp_path / "old", None, settings)
     with Run.resume(tmp_path / "old") as run:
         del run.config["options"]["norm_batch"]
         run.set_config(run.config)

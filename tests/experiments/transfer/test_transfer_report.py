@@ -294,7 +294,9 @@ def test_a_run_that_ended_early_keeps_its_last_loss(tmp_path):
 
 def test_the_drivers_records_are_understood(tmp_path):
     for seed in (0, 1):
-        transfer.begin(tmp_path / f"seed-{seed}", None, {**TINY, "seed": seed, "epochs": 2})
+        transfer.begin(
+            tmp_path / f"seed-{seed}", None, {**TINY, "seed": seed, "epochs": 2, "finetune_runs": 1}
+        )
     report = write_transfer_report([tmp_path], figures="png")
     assert len(report.figures) == 2
     assert len(report.sheets[0].rows) == 6
