@@ -36,6 +36,13 @@ NEEDS = {
 ARGUMENTS = {"permuted_cartpole": ["1", "2", "512"], "warm_start": ["store", "1", "0", "1"]}
 BY_TORCHRUN = {"sharded_language_model"}
 SLOW = {"finetuned_on_tasks", "warm_start"}
+FEWER = {"actor_critic_loop": ("GAMMA = 40, 64", "GAMMA = 12, 16")}  # updates and their steps
+CASES = [
+    param(name, FEWER.get(name, ("", "")), marks=[mark.long] * (name in SLOW))
+    for name in SAYS
+    if name not in BY_TORCHRUN
+]
+CASES += [param(name, ("", ""), id=f"{name} as printed", marks=mark.long) for name in FEWER]
 
 
 def test_all_are_here_and_short():
@@ -44,12 +51,9 @@ def test_all_are_here_and_short():
     assert max(lines.values()) < 100, lines
 
 
-@mark.parametrize(
-    "name",
-    [param(name, marks=[mark.long] * (name in SLOW)) for name in SAYS if name not in BY_TORCHRUN],
-)
+@mark.parametrize(("name", "fewer"), CASES)
 @mark.filterwarnings("ignore")
-def test_example(name, tmp_path, monkeypatch, capfd):
+def test_example(name, fewer, tmp_path, monkeypatch, capfd):
     importorskip(NEEDS.get(name, "torch"))
     monkeypatch.chdir(tmp_path)
     if not Path("store").exists():
@@ -58,13 +62,9 @@ def test_example(name, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
-    # the actor-critic loop's updates and their steps
-    text = (EXAMPLES / f"{name}.py").read_text().replace("GAMMA = 40, 64", "GAMMA = 12, 16")
+    text = (EXAMPLES / f"{name}.py").read_text().replace(*fewer)
     try:
-        exec(
-            compile(text, name, "exec"),
-            {"__name__": "__main__"},
-        )
+        exec(compile(text, name, "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         assert not end.code
     said = capfd.readouterr().out
