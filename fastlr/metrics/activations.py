@@ -113,9 +113,10 @@ def dormant_ratio(
     The model runs in eval mode on a batch of real data.
 
     A unit is a channel of a convolution (its positions pooled with the samples) or an element of
-    the last axis after a linear layer; with ``m_u`` the mean of ``|a_u|`` over all samples and
-    positions, its score is ``s_u = m_u / mean_v m_v``, v over the units of the same activation (0
-    where that whole layer is silent), and it is dormant if ``s_u <= threshold``.
+    the last axis after a linear layer, also where that is split into heads; with ``m_u`` the mean
+    of ``|a_u|`` over all samples and positions, its score is ``s_u = m_u / mean_v m_v``, v over the
+    units of the same activation (0 where that whole layer is silent), and it is dormant if ``s_u <=
+    threshold``.
 
     - ``threshold=0``: the paper's dead units. A ReLU unit has score 0 exactly if it is never
       active. As in the paper only ReLU and ReLU6 units are counted, unless the model has none.
