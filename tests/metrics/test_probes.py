@@ -40,6 +40,20 @@ def test_the_noise_scale_is_that_of_the_sample_covariance(double):
     assert scale == (approx(float(trace / square), rel=1e-9) if square > 0 else math.inf)
 
 
+def test_the_noise_scale_of_a_single_number_and_of_sparse_gradients(double):
+    model = Written(
+        lambda m, x: m.scale * m.embedding(x).sum(1),
+        embedding=nn.Embedding(7, 3),
+        scale=nn.Parameter(torch.tensor(0.7)),
+    )
+    x, y = torch.randint(7, (12, 2)), torch.randint(3, (12,))
+    g = gradients(model, F.cross_entropy(model(x), y, reduction="none"))
+    for sparse in (False, True):
+        model.embedding.sparse = sparse
+        scale = fastlr.gradient_noise_scale(model, x, y, F.cross_entropy, groups=5)
+        assert scale.details["trace"] == approx(float(g.var(0).sum()), rel=1e-9)
+
+
 def test_its_standard_error_covers_the_truth(double):
     """Linear regression, whose gradient noise is known, holds estimates to their standard errors.
 
