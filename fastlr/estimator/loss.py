@@ -17,6 +17,7 @@ from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of
 from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add
+from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import dense, walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
@@ -132,7 +133,7 @@ def redundancy_loss(
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
             own = buffers | _copies_of_written(view)
-            z = select_output(call_with(view.module, own, x), output)
+            z = select_output(call_with(view.module, own, copied(x)), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):

@@ -253,7 +253,7 @@ class Passes:
             self.refusals_checked = True
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):
-            z = self.view.forward(x)
+            z = self.view.forward(copied(x))
         v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (
             stop - start
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.padding import refuse_padding
+from fastlr.ghost.batch import copied
 from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
@@ -314,7 +315,7 @@ def _observe(
             refuse_padding(batch)
             batches += 1
             with refusals(view, batch), watch.watching():
-                result = call(module, batch)
+                result = call(module, copied(batch))
                 chosen = select_output(result, output) if ranks and layer is None else None
             if ranks:
                 spectrum.add(*watch.features(chosen))

@@ -14,7 +14,7 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
-from fastlr.ghost.batch import Batch, along
+from fastlr.ghost.batch import Batch, along, copied
 from fastlr.ghost.graph import dense
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
@@ -333,7 +333,7 @@ def _parts(
                 norms = engine_of(view).run(part, own).total
             if BATCH in measures:
                 with refusals(view, part):
-                    z = view.forward(part)
+                    z = view.forward(copied(part))
                 size = view.sample_count(z)
                 # the mean loss of all samples has a gradient even where they mix, that of parts has
                 # not

@@ -19,6 +19,7 @@ from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
+from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
 from fastlr.ghost.process_state import seeded
@@ -296,7 +297,7 @@ def _fit(
         if evaluate:
             learner.eval()
             with torch.no_grad():
-                z = view.forward(x)
+                z = view.forward(copied(x))
             fit = fit._replace(end=float(_loss(z.detach(), fit.labels, fit.predictive)))
     if not all(map(math.isfinite, (*fit.losses, fit.end))):
         remedy = "lower it, or give the model in float32 if its weights are float16"
@@ -315,7 +316,7 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
     count = 0
     for step in range(steps + 1):
         with refusals(view, x):
-            z = view.forward(x)
+            z = view.forward(copied(x))
         if step == 0:
             count = view.sample_count(z)
             if predictive is None:
@@ -425,7 +426,7 @@ def curvature_rank(
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(x)
+        z = view.forward(copied(x))
         n = view.sample_count(z)
         predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
         v = predictive.cotangent(
@@ -492,7 +493,7 @@ def ntk_rank(
     refuse_padding(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(x)
+        z = view.forward(copied(x))
         kernel = torch.zeros((), dtype=torch.float64, device=z.device)
         for number in range(z[0].numel()):
             one = z.new_zeros(z.shape)

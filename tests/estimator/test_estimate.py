@@ -640,6 +640,7 @@ def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(batch_size):
     before = inputs.x.clone()
     with warned("sigmoid"):
         estimate(model, inputs, n=64, batch_size=batch_size)
+    estimate(nn.Sequential(model, nn.Linear(5, 3)), inputs, n=64, batch_size=16, probe="batch")
     assert_close(inputs.x, before, rtol=0, atol=0)
 
 

@@ -343,6 +343,34 @@ def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind):
     assert not any(p.grad is not None for p in model.parameters())
 
 
+BY_NAME = {
+    "activations": lambda model, x, y: list(metrics.activation_measures(model, x).values()),
+    "gradients": lambda model, x, y: list(
+        metrics.gradient_measures(model, x, y, F.cross_entropy).values()
+    ),
+    "noise scale": lambda model, x, y: fastlr.gradient_noise_scale(
+        model, x, y, F.cross_entropy
+    ).details["trace"],
+    "kernel": lambda model, x, y: metrics.ntk_rank(model, x).details["trace"],
+    "curvature": lambda model, x, y: metrics.curvature_rank(model, x).details["trace"],
+    "trainability": lambda model, x, y: metrics.trainability(model, x, steps=3, repeats=2),
+    "capacity": lambda model, x, y: fastlr.memorization_capacity(model, x, steps=3, repeats=2),
+    "loss": lambda model, x, y: fastlr.redundancy_loss(model, x, seed=0).item(),
+}
+
+
+@mark.parametrize("name", BY_NAME)
+def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(name):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    writes = Written(lambda m, x: m.layers(x.mul_(2).sub_(1)), layers=layers)
+    x, y = torch.randn(16, 5), torch.randint(3, (16,))
+    given = x.clone()
+    wanted = BY_NAME[name](layers, 2 * x - 1, y)
+    assert BY_NAME[name](writes, given, y) == approx(wanted, rel=1e-5)
+    assert torch.equal(given, x)
+
+
 def test_one_forward_pass_serves_all():
     model, x = made(PlainCNN), data(PlainCNN)
     single = {
