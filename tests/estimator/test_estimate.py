@@ -595,6 +595,9 @@ def collapsed(layer):
     [  # by the graph; by the values of 64 samples, two chunks of them
         ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8}),
         ([nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0)], {"n": 8, "predictive": Bernoulli()}),
+        ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8, "batch_size": 4}),
+        ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8, "batch_size": 4, "probe": "batch"}),
+        ([nn.Linear(6, 5), Logistic()], {"n": 64, "batch_size": 32, "probe": "batch"}),
         ([nn.Linear(6, 5), nn.Hardsigmoid()], {"n": 64, "batch_size": 32}),
         ([nn.Linear(6, 5), Logistic()], {"n": 64, "batch_size": 32}),
     ],
