@@ -182,7 +182,8 @@ class TensorInputs(Inputs):
             return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
 
         def take(tensor: Tensor) -> Tensor:
-            batched = tensor.shape[self.in_dim] == self.limit
+            has_axis = -tensor.ndim <= self.in_dim < tensor.ndim  # not so of a number in a nest
+            batched = has_axis and tensor.shape[self.in_dim] == self.limit
             return _cast(
                 tensor.narrow(self.in_dim, start, stop - start) if batched else tensor,
                 device,

@@ -431,6 +431,7 @@ def test_bound():
         {"epsilon": -1},
         {"epsilon": math.nan},
         {"epsilon": "x"},
+        {"epsilon": torch.ones(2)},
         {"epsilon": 1, "n": 0},
         {"epsilon": 1, "unit": "bytes"},
     ):
@@ -675,6 +676,9 @@ def test_memorization_bounds():
         ([-1.0, -1.0], [1.0]),
         (torch.zeros(1, 1, 1), 1.0),
         ([-1.0], 1.0, "bytes"),
+        (None, 1.0),
+        (["many"], 1.0),
+        ([-1.0], {"entropy": 1.0}),
     ],
 )
 def test_bad_arguments_of_the_gain(arguments):
@@ -691,6 +695,9 @@ def test_bad_arguments_of_the_gain(arguments):
         (1, 1, 1.0, 0.0),
         (1, 1, 1.0, math.nan),
         (1, 1, 1.0, 1.0, "b"),
+        (1, 1, None, 1.0),
+        (1, 1, 1.0, "half"),
+        (1, 1, torch.ones(2), 1.0),
     ],
 )
 def test_bad_arguments_of_the_bound(arguments):

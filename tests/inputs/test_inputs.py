@@ -138,6 +138,13 @@ def test_chunks_equal_the_whole(name):
     assert type(whole) is type(parts[0])
 
 
+def test_a_number_in_a_nest_of_tensors_is_passed_on_whole():
+    x, scale = torch.randn(8, 3), torch.tensor(2.0)
+    batch = TensorInputs((x, {"scale": scale, "again": [x]})).batch(2, 5)
+    assert torch.equal(batch[0], x[2:5]) and torch.equal(batch[1]["again"][0], x[2:5])
+    assert torch.equal(batch[1]["scale"], scale)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from([n for n, inputs in GENERATORS.items() if inputs.limit is None]),
