@@ -43,7 +43,7 @@ PRODUCTS = {
     *functions_named("matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__", torch, Tensor),
     F.scaled_dot_product_attention,
 }
-_MOVES = {
+MOVES = {
     *functions_named(
         "permute transpose swapaxes swapdims movedim moveaxis t adjoint", torch, Tensor
     ),
@@ -112,13 +112,13 @@ class UnitAxes:
     ) -> Axes | None:
         """Return where a function puts the axes of an operand in the result of this number."""
         axes: Axes = self._of[source]
-        if func not in _MOVES and func not in PRODUCTS:
+        if func not in MOVES and func not in PRODUCTS:
             same_size = result.numel() == source.numel()
             if same_size and result.shape != source.shape:
                 return _after_view(source.shape, axes, result.shape)
             if result.ndim == source.ndim:
                 return axes
-        found = [_place_of(axis, func, args, kwargs, source, number) for axis in axes]
+        found = [place_of(axis, func, args, kwargs, source, number) for axis in axes]
         kept = tuple(place for place in found if place is not None)
         return kept if len(kept) == len(axes) or func not in PRODUCTS else None
 
@@ -182,8 +182,8 @@ def _span(shape: Sequence[int], before: int, size: int) -> range | None:
     return None
 
 
-def _place_of(
-    axis: int, func: Any, args: Any, kwargs: Any, source: Tensor, number: int
+def place_of(
+    axis: int, func: Any, args: Any, kwargs: Any, source: Tensor, number: int = 0
 ) -> int | None:
     """Return an axis's place in a result of a function, None where it is gone or cannot be told.
 
