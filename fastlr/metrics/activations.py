@@ -303,6 +303,11 @@ def _observe(
     Returns:
         The activations, summed over the batches, and the features' spectrum (empty without ranks).
     """
+    if isinstance(also, str) or not isinstance(also, Iterable) or not all(map(callable, also)):
+        raise InputError(
+            f"also={also!r}: give a list of module classes and functions of torch, such as "
+            "also=[torch.tanh]"
+        )
     view = ModelView.of(model, output)
     module = view.module
     parameter = next(module.parameters(), None)

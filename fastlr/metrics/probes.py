@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.loss import refuse_interaction, sample_gradients
+from fastlr.estimator.options import require_predictive
 from fastlr.estimator.padding import padding_mask, refuse_padding
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
-from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
+from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
@@ -285,7 +286,7 @@ def _fit(
         evaluate: take the loss at the end in eval mode, too.
     """
     checked_count("steps", steps)
-    if not (math.isfinite(rate) and rate > 0):
+    if not (math.isfinite(real("learning_rate", rate)) and rate > 0):
         raise InputError(f"learning_rate={rate}: give a positive number")
     with locked(model), torch.inference_mode(False):
         original = ModelView.of(model, output)
@@ -423,10 +424,12 @@ def curvature_rank(
         True
     """
     view = _rank_view(model, delta, output)
+    require_predictive(predictive)
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(copied(x))
+        with refusals(view, x):
+            z = view.forward(copied(x))
         n = view.sample_count(z)
         predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
         v = predictive.cotangent(
@@ -493,7 +496,8 @@ def ntk_rank(
     refuse_padding(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(copied(x))
+        with refusals(view, x):
+            z = view.forward(copied(x))
         kernel = torch.zeros((), dtype=torch.float64, device=z.device)
         for number in range(z[0].numel()):
             one = z.new_zeros(z.shape)
@@ -508,7 +512,7 @@ def ntk_rank(
 
 def _rank_view(model: nn.Module, delta: float, output: OutputSelector) -> ModelView:
     """Return the view of a model of which a rank is taken, unless delta is no share."""
-    if not 0 < delta < 1:
+    if not 0 < real("delta", delta) < 1:
         raise InputError(f"delta={delta}: give a number above 0 and below 1")
     return ModelView.of(model, output)
 

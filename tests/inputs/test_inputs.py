@@ -346,6 +346,16 @@ def test_tokens_are_uniform():
         (lambda: TensorInputs(torch.zeros(3, device="meta")).batch(0, 2), "is on meta"),
         (lambda: TensorInputs(torch.zeros(3), in_dim="0"), "in_dim"),
         (lambda: TensorInputs(torch.zeros(3), item=0), "item="),
+        (
+            lambda: TensorInputs(torch.utils.data.TensorDataset(torch.ones(3)), item=1).batch(0, 2),
+            "item=1 picks nothing.*IndexError.*the part that the model takes",
+        ),
+        (
+            lambda: TensorInputs(torch.utils.data.TensorDataset(torch.ones(3)), item="x").batch(
+                0, 2
+            ),
+            "item='x' picks nothing",
+        ),
     ],
 )
 def test_bad_definitions_are_named(make, words):
