@@ -313,6 +313,11 @@ def _observe(
     parameter = next(module.parameters(), None)
     if parameter is None:
         raise ModelError("the model has no parameters, so it has no plasticity to measure")
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"parameter {name} is not initialised (a lazy module); run one forward pass first"
+            )
     watch, spectrum, batches = Watch(module, also, layer, signed=signed), Spectrum(), 0
     with as_it_was(module, parameter.device), torch.set_grad_enabled(then is not None):
         for batch in _batches(x):

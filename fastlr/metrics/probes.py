@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import InputError, ModelError, NonFiniteError, first_line
 from fastlr.estimator.loss import refuse_interaction, sample_gradients
 from fastlr.estimator.options import require_predictive
 from fastlr.estimator.padding import padding_mask, refuse_padding
@@ -22,12 +22,13 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
-from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
+from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
 from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
+from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
@@ -291,7 +292,7 @@ def _fit(
     with locked(model), torch.inference_mode(False):
         original = ModelView.of(model, output)
         x, device = original.inputs(x), original.device
-        learner = copy.deepcopy(original.module).train()
+        learner = _copy_of(original, x).train()
     with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
         view = ModelView.of(learner, output)
         fit = _learn(view, x, steps, rate, predictive, labels)
@@ -306,6 +307,43 @@ def _fit(
             f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}"
         )
     return fit
+
+
+def _copy_of(original: ModelView, x: Any) -> nn.Module:
+    """Return a copy of a model, which runs with parameters of its own.
+
+    Raises:
+        ModelError: It cannot be copied, or a copy's forward pass on x uses the model's parameters.
+    """
+    remedy = "trainability and memorization_capacity train a copy and leave the model as it is"
+    try:
+        with torch.no_grad():
+            learner = copy.deepcopy(original.module)
+    except FAILURES as error:
+        if out_of_memory(error):
+            raise
+        raise ModelError(
+            f"the model cannot be copied ({first_line(error)[:200]}): {remedy}. Keep no locks and "
+            "no results of forward passes in its attributes; those of torch.nn.utils.weight_norm "
+            "can be copied after a forward pass under torch.no_grad()"
+        ) from error
+    for own, p in zip(learner.parameters(), original.module.parameters(), strict=True):
+        own.requires_grad_(p.requires_grad)  # a scripted module's copies do not
+    view = ModelView.of(learner, original.output)
+    with as_it_was(original.module, original.device), as_it_was(learner, view.device):
+        with refusals(view, x):
+            z = view.forward(copied(x))
+        parameters = list(original.parameters.values())
+        reached = [None]
+        if z.requires_grad:
+            reached = list(torch.autograd.grad(z.sum(), parameters, allow_unused=True))
+    if any(gradient is not None for gradient in reached):
+        raise ModelError(
+            "a copy of the model still runs with the model's own parameters, which a function in "
+            f"its attributes holds (a lambda, a closure, a forward that was replaced): {remedy}. "
+            "Make that function a method, or put the forward pass back as it was"
+        )
+    return learner
 
 
 def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any) -> _Fit:

@@ -135,6 +135,8 @@ CALLS = [
     (InputError, "give a fastlr.Categorical", lambda: of_small(predictive=fastlr.Categorical)),
     (NonFiniteError, r"learning_rate=1e\+30", lambda: of_small(learning_rate=1e30)),
     (InputError, "delta=1", lambda: curvature_rank(SMALL, ROWS, delta=1)),
+    (ModelError, "is on the meta device", lambda: weight_norm(nn.Linear(2, 2, device="meta"))),
+    (ModelError, "not initialised", lambda: dormant_ratio(nn.LazyLinear(2), ROWS)),
     (InputError, "delta=0", lambda: fastlr.metrics.ntk_rank(SMALL, ROWS, delta=0)),
     (InputError, "delta must be a number", lambda: curvature_rank(SMALL, ROWS, delta="1 %")),
     (InputError, "learning_rate must be a number", lambda: of_small(learning_rate=None)),
