@@ -76,7 +76,7 @@ def trainability(
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
-            trainable parameters.
+            trainable parameters, or no copy that runs with parameters of its own.
 
     Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels
     for its targets.
@@ -162,7 +162,7 @@ def memorization_capacity(
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
-            trainable parameters.
+            trainable parameters, or no copy that runs with parameters of its own.
 
     Source: paper, equation 6, Theorem 3.2 and Proposition 3.5. Equation 6 draws the labels from the
     model's own prediction; here they are uniform, as those of its section 4.3.
