@@ -17,6 +17,7 @@ from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of
 from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add
+from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import dense, walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
@@ -40,8 +41,9 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
-# model -> shapes of inputs -> the engine and the program by which its samples are apart
-_looked_at = weakly_by_module()
+# model -> shapes of inputs -> the engine and the program by which its samples are apart, and by
+# which its loss was differentiated
+_looked_at, _differentiated = weakly_by_module(), weakly_by_module()
 
 
 @locks_model
@@ -127,11 +129,11 @@ def redundancy_loss(
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device), uncompiled():
-        is_new = refuse_interaction(view, x)
+        shapes, found = refuse_interaction(view, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
             own = buffers | _copies_of_written(view)
-            z = select_output(call_with(view.module, own, x), output)
+            z = select_output(call_with(view.module, own, copied(x)), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):
@@ -145,11 +147,13 @@ def redundancy_loss(
                 -1, *[1] * (z.ndim - 1)
             )
             columns = [v * sign for v in columns]
-        with _second_derivatives_named(view):
+        with _second_derivatives_named():
             norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
             values = torch.stack(norms).sum(0)
-            if is_new:
+            differentiated = _differentiated.setdefault(view.module, {})
+            if differentiated.get(shapes) != found:
                 _differentiate_once_more(values, parameters)
+                differentiated[shapes] = found
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
@@ -175,13 +179,14 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_interaction(view: ModelView, x: Any) -> bool:
+def refuse_interaction(view: ModelView, x: Any) -> tuple[tuple[torch.Size, ...], Any]:
     """Have the engine prove a model that was not proven before, and refuse interaction.
 
-    The model is in eval mode already.
+    The model is in eval mode already. It is looked at where its program or the shapes of its inputs
+    are new.
 
     Returns:
-        Whether its program or the shapes of its inputs are new, so that it was looked at.
+        The shapes of the inputs, and the engine and the program.
 
     Raises:
         ModelError: Its samples interact, in the forward pass or in the backward pass, or what else
@@ -190,11 +195,10 @@ def refuse_interaction(view: ModelView, x: Any) -> bool:
     shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
     found = engine_of(view), fingerprint(view.module)
     known = _looked_at.setdefault(view.module, {})
-    is_new = known.get(shapes) != found
-    if is_new:
+    if known.get(shapes) != found:
         refuse_mixed_gradients(found[0], x)
         known[shapes] = found
-    return is_new
+    return shapes, found
 
 
 def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:
@@ -204,14 +208,13 @@ def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> No
 
 
 @contextmanager
-def _second_derivatives_named(view: ModelView) -> Iterator[None]:
+def _second_derivatives_named() -> Iterator[None]:
     """Turn what an operation without a second derivative raises into an error that says so."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, FastlrError) or out_of_memory(error):
             raise
-        _looked_at[view.module].clear()  # it is refused in the next call, too
         raise ModelError(
             f"the model cannot be differentiated twice ({first_line(error)[:200]}): replace that "
             "operation, or measure with fastlr.estimate, which needs one derivative"

@@ -50,21 +50,11 @@ class EstimateOptions:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        for name in ("model", "inputs", "predictive"):
-            if issubclass(type(given := getattr(self, name)), type):
-                raise InputError(
-                    f"{name}={given.__name__} is a class: pass an instance, {given.__name__}(...)"
-                )
+        _refuse_classes(model=self.model, inputs=self.inputs, predictive=self.predictive)
         if not isinstance(self.model, nn.Module):
             raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
         require_inputs(self.inputs)
-        if self.predictive is not None and not callable(
-            getattr(self.predictive, "cotangent", None)
-        ):
-            raise InputError(
-                "predictive must be fastlr.Categorical(), Bernoulli(), Gaussian() or "
-                "DiagonalGaussian(), or have a cotangent()"
-            )
+        require_predictive(self.predictive)
         if self.inputs_in_dim not in (0, self.in_dim):
             raise InputError(
                 f"the inputs' samples are on axis {self.inputs_in_dim}, but in_dim={self.in_dim}: "
@@ -116,6 +106,24 @@ def require_inputs(inputs: Any) -> None:
             "dtype): pass fastlr.ShapeImages() or another of fastlr's inputs; wrap a tensor or a "
             "data set in fastlr.TensorInputs, of a DataLoader its loader.dataset"
         )
+
+
+def require_predictive(predictive: Any) -> None:
+    """Raise InputError for what has no cotangents; None is for the default."""
+    _refuse_classes(predictive=predictive)
+    if predictive is not None and not callable(getattr(predictive, "cotangent", None)):
+        raise InputError(
+            "predictive must be fastlr.Categorical(), Bernoulli(), Gaussian() or "
+            "DiagonalGaussian(), or have a cotangent()"
+        )
+
+
+def _refuse_classes(**given: Any) -> None:
+    for name, value in given.items():
+        if issubclass(type(value), type):
+            raise InputError(
+                f"{name}={value.__name__} is a class: pass an instance, {value.__name__}(...)"
+            )
 
 
 def autocast_dtype(given: Any) -> torch.dtype | None:

@@ -49,7 +49,7 @@ class Passes:
             was seen.
         axes: of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
-        ends_in_sigmoid: True if a forward pass with its graph was seen to.
+        ends_in_sigmoid: True if a forward pass with its graph was seen to; None before one was.
         looked_at: how many of the first inputs have outputs between ``lowest`` and ``highest``.
         may_be_probabilities: True if the first outputs lie between 0 and 1, and vary.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure
@@ -64,7 +64,8 @@ class Passes:
         self.renew()
         self.predictive: Any = options.predictive
         self.axes: int | None = None
-        self.padding_left_out = self.ends_in_sigmoid = self.may_be_probabilities = False
+        self.padding_left_out = self.may_be_probabilities = False
+        self.ends_in_sigmoid: bool | None = None
 
     def renew(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
@@ -215,6 +216,11 @@ class Passes:
             norms = self.engine.run(x, self.cotangent(range(start, stop), x))
         if self.may_be_probabilities:
             self._warn_unless_layer_made_output(x)
+        elif start == 0 and self.looked_at < LOOKED_AT and self.ends_in_sigmoid is None:
+            self.forward(x)
+            if self.ends_in_sigmoid:
+                warn_of_sigmoid(self.predictive)
+                self.looked_at = LOOKED_AT
         samples = norms.table.shape[1]
         if samples != stop - start:
             raise InputError(
@@ -251,12 +257,16 @@ class Passes:
                 if self.engine.ledger.loop:
                     refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
+            self.looked_at = 0
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):
-            z = self.view.forward(x)
+            z = self.view.forward(copied(x))
+        self.ends_in_sigmoid = ends_in_sigmoid(z)
         v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (
             stop - start
         )
+        if self.may_be_probabilities:
+            self._warn_unless_layer_made_output(x)
         require_hooks_to_scale(self.view, z, v)
         require_hooks_to_add(self.view)
         parameters = self.engine.parameters

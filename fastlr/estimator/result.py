@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastlr.errors import InputError, warn
 from fastlr.estimator.identity import same_inputs, same_predictive
-from fastlr.estimator.statistics import Moments, count, in_unit, ratio
+from fastlr.estimator.statistics import Moments, count, in_unit, ratio, real
 
 _TOLD = (
     "Bernoulli",
@@ -108,7 +108,8 @@ class Estimate:
         Raises:
             InputError: epsilon negative or not finite, n < 1, unknown unit.
         """
-        if not hasattr(epsilon, "__float__") or not (math.isfinite(epsilon) and epsilon >= 0):
+        epsilon = real("epsilon", epsilon)
+        if not (math.isfinite(epsilon) and epsilon >= 0):
             raise InputError(f"epsilon must be a finite number of at least 0, not {epsilon!r}")
         number = (self.inputs_used or self.n) if n is None else count("n", n)
         return in_unit(epsilon * number * self.value, unit)

@@ -125,6 +125,16 @@ def count(name: str, value: Any) -> int:
     return value.__index__()
 
 
+def real(name: str, value: Any) -> float:
+    """Return ``value`` as a float, or raise InputError naming it: it must be one number."""
+    try:
+        if hasattr(value, "__float__"):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor or an array of several
+        pass
+    raise InputError(f"{name} must be a number, not {value!r}")
+
+
 def memorization_gain(
     log_likelihoods: Tensor | Sequence[float] | float,
     entropy: Tensor | Sequence[float] | float,
@@ -197,7 +207,7 @@ def regression_memorization_bound(
     20.0
     """
     n, m = count("n", n), count("m", m)
-    variance, mse = float(variance), float(mse)
+    variance, mse = real("variance", variance), real("mse", mse)
     for name, value in (("variance", variance), ("mse", mse)):
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{name} must be positive and finite, not {value}")
@@ -205,7 +215,10 @@ def regression_memorization_bound(
 
 
 def _finite(name: str, values: Tensor | Sequence[float] | float) -> Tensor:
-    tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    try:
+        tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} must be numbers, not {values!r} ({error})") from None
     if tensor.numel() == 0:
         raise InputError(f"{name} is empty")
     if not tensor.isfinite().all():

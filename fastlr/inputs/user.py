@@ -182,7 +182,8 @@ class TensorInputs(Inputs):
             return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
 
         def take(tensor: Tensor) -> Tensor:
-            batched = tensor.shape[self.in_dim] == self.limit
+            has_axis = -tensor.ndim <= self.in_dim < tensor.ndim  # not so of a number in a nest
+            batched = has_axis and tensor.shape[self.in_dim] == self.limit
             return _cast(
                 tensor.narrow(self.in_dim, start, stop - start) if batched else tensor,
                 device,
@@ -197,7 +198,15 @@ class TensorInputs(Inputs):
                 return item
             return self.item(item) if callable(self.item) else item[self.item]
 
-        items = [pick(self.dataset[i]) for i in range(start, stop)]
+        given = [self.dataset[i] for i in range(start, stop)]
+        try:
+            items = [pick(item) for item in given]
+        except (TypeError, KeyError, IndexError) as error:
+            raise InputError(
+                f"item={self.item!r} picks nothing from an item of {type(self.dataset).__name__}, "
+                f"a {type(given[0]).__name__} ({type(error).__name__}: {error}): give the index or "
+                "key of the part that the model takes, or a function of the item"
+            ) from error
         try:
             return _stack_items(items, self.in_dim)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:

@@ -17,6 +17,7 @@ from fastlr.display.alarm import (
     trailing_mean,
 )
 from fastlr.errors import InputError, warn
+from fastlr.estimator.statistics import real
 
 _OF_READINGS = "Its rates were measured by tasks, not by readings as here: end tasks by task()."
 
@@ -38,6 +39,7 @@ class TaskAlarm:
     """
 
     def __init__(self, guess: float) -> None:
+        guess = real("guess", guess)
         if not 0 <= guess < 1:
             raise InputError(f"guess={guess}: give the accuracy of a guess, such as 0.1, below 1")
         self.tasks = 0
@@ -124,6 +126,7 @@ class TaskAlarm:
 
 def _share(accuracy: Any) -> float:
     """Return an accuracy as a float; InputError where it is no share."""
-    if not hasattr(accuracy, "__float__") or not 0 <= float(accuracy) <= 1:
+    share = real("accuracy", accuracy)
+    if not 0 <= share <= 1:
         raise InputError(f"accuracy={accuracy!r}: give a share between 0 and 1")
-    return float(accuracy)
+    return share

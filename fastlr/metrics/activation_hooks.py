@@ -4,7 +4,7 @@ A `Watch` is a TorchFunctionMode, so it sees functional calls (``F.relu`` in a m
 well as modules, and it reduces each activation to one sum a unit at once, so that nothing is kept
 and later in-place changes do not matter.
 
-It follows two things from tensor to tensor, in weak tables: which axis holds the units, and which
+It follows two things from tensor to tensor, in weak tables: which axes hold the units, and which
 layer made the tensor.
 """
 
@@ -24,24 +24,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import InputError, ModelError
-from fastlr.ops.torch_private import Convolution, no_torch_function, tree_leaves
+from fastlr.metrics.unit_axes import PRODUCTS, UnitAxes, functions_named, tensors_in
+from fastlr.ops.torch_private import Convolution, no_torch_function
 
 RELU = {"relu", "relu6"}
-
-
-def functions_named(names: str, *owners: Any) -> dict[Any, str]:
-    """Return the functions of these names that any of the modules and classes has, each's name.
-
-    Args:
-        names: Separated by spaces.
-        owners: Modules and classes.
-    """
-    return {
-        getattr(owner, name): name
-        for owner in owners
-        for name in names.split()
-        if hasattr(owner, name)
-    }
 
 
 _ACTIVATIONS = "relu relu6 hardswish gelu silu mish elu selu celu leaky_relu prelu rrelu hardtanh"
@@ -55,19 +41,6 @@ FUNCTIONS = {
 _MODULES = re.compile(
     r"(?i:relu|gelu|silu|swish|mish)|ELU|LaplaceActivation|Tanh$|Softsign|Softplus"
 )
-_CHANNEL_NORMS = {F.batch_norm, F.group_norm, F.instance_norm}
-_LAST_NORMS = {F.layer_norm, F.rms_norm}
-CONVOLUTIONS = {getattr(F, f"conv{kind}{n}d"): n for kind in ("", "_transpose") for n in (1, 2, 3)}
-_PRODUCTS = {
-    *functions_named("matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__", torch, Tensor),
-    F.scaled_dot_product_attention,
-}
-MOVES = {
-    *functions_named(
-        "permute transpose swapaxes swapdims movedim moveaxis t adjoint", torch, Tensor
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
-}
 
 
 @dataclass(eq=False)
@@ -123,7 +96,7 @@ class Watch(TorchFunctionMode):
         self.functions = FUNCTIONS | {a: name_of(a) for a in also if not isinstance(a, type)}
         self.activations: dict[tuple[str, str, int], Activation] = {}
         self.layer_input: Tensor | None = None
-        self.layer_input_axis = -1
+        self.axes = UnitAxes(self._is_weight)
         self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()} - {0}
         self.thread = threading.get_ident()
         self.here: set[str] = set()  # names of the modules that ran in this thread, in all passes
@@ -135,7 +108,7 @@ class Watch(TorchFunctionMode):
         self.path: list[str] = []
         self.inside = 0
         self.seen: dict[tuple[str, str], int] = {}
-        self.axes = WeakTensorKeyDictionary()
+        self.axes.forget()
         self.origins = WeakTensorKeyDictionary()
         self.layer_input = None
 
@@ -213,15 +186,13 @@ class Watch(TorchFunctionMode):
         if not tensors:
             self.layer_input = None
             return
-        x = tensors[0]
+        x, axes = tensors[0], [-1]
         if isinstance(module, Convolution):
-            self.layer_input_axis = 1
-        elif isinstance(module, nn.Linear):
-            self.layer_input_axis = -1
-        else:
-            self.layer_input_axis = self.axes.get(x, -1)
+            axes = [1]
+        elif not isinstance(module, nn.Linear):
+            axes = list(self.axes.of(x) or axes)
         with no_torch_function():  # a copy: x may be changed in place later
-            self.layer_input = x.detach().clone()
+            self.layer_input = _with_units_last(x.detach(), axes).clone()
 
     def _leave(self, active: bool) -> Callable:
         """Return the hook that runs after a module's forward; ``active``: it is an activation."""
@@ -248,7 +219,7 @@ class Watch(TorchFunctionMode):
         if not results:
             return result
         operands = tensors_in((args, kwargs))
-        self._follow_axis(func, args, kwargs, operands, results)
+        self.axes.follow(func, args, kwargs, operands, results)
         origin = self._origin(func, operands)
         if origin is not None:
             for t in results:
@@ -259,11 +230,12 @@ class Watch(TorchFunctionMode):
             self._add(kind, results[0])
         return result
 
-    def features(self, output: Tensor | None) -> tuple[Tensor, int, str]:
+    def features(self, output: Tensor | None) -> tuple[Tensor, str]:
         """Return the representation behind the output.
 
         Returns:
-            The representation, its axis of features, and the name of the layer that it goes into.
+            The representation, features along its last axis, and the name of the layer that it
+            goes into.
 
         Raises:
             ModelError: There is none.
@@ -274,7 +246,7 @@ class Watch(TorchFunctionMode):
                     f"layer={self.layer!r} was not called with floating-point features in this "
                     "forward pass: choose another"
                 )
-            return self.layer_input, self.layer_input_axis, self.layer
+            return self.layer_input, self.layer
         origin = None if output is None else self.origins.get(output)
         remedy = "pass layer= with the name of the module whose input is the representation"
         if origin is None:
@@ -285,7 +257,7 @@ class Watch(TorchFunctionMode):
         name = origin.name or "(model)"
         if origin.features._version != origin.version:
             raise ModelError(f"the input of {name} was changed in place after its use; {remedy}")
-        return origin.features, -1, name
+        return origin.features, name
 
     def _add(self, kind: str, a: Tensor) -> None:
         """Add one activation, of any axes with the units along one of them, to its units' sums.
@@ -315,51 +287,17 @@ class Watch(TorchFunctionMode):
             activation.count += new.count
 
     def _unit_sums(self, a: Tensor) -> Tensor:
-        """Return the sums of |a| (signed: of a) over all axes but that of the units, float64."""
-        axis = self.axes.get(a, 1 if a.ndim >= 4 else a.ndim - 1)
-        others = [d for d in range(a.ndim) if d != axis]
+        """Return the sums of |a| (signed: of a) over all axes but those of the units, float64."""
+        axes = self.axes.of(a) or (1 if a.ndim >= 4 else a.ndim - 1,)
+        others = [d for d in range(a.ndim) if d not in axes]
         a = a.detach()
         if not others:  # torch takes an empty list of axes for all of them
-            return a.double() if self.signed else a.abs().double()
+            return a.double().flatten() if self.signed else a.abs().double().flatten()
         # Float64 would cost a copy of the activation.
         wide = torch.promote_types(a.dtype, torch.float32)
         if self.signed:
-            return a.sum(others, dtype=wide).double()
-        return torch.linalg.vector_norm(a, 1, others, dtype=wide).double()
-
-    def _follow_axis(
-        self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: list[Tensor]
-    ) -> None:
-        """Note which axis of the results holds units, where a function makes or carries them."""
-        axis = self._new_axis(func, operands, results[0])
-        if axis is not None:
-            self.axes[results[0]] = axis
-            return
-        source = next((t for t in operands if t in self.axes), None)
-        if source is None:
-            axis = _axis_of_norm(func, results[0])
-            if axis is not None:
-                self.axes[results[0]] = axis
-            return
-        before: int = self.axes[source]
-        for t in results:
-            if func in MOVES:
-                axis = moved(func, args, kwargs, source, before)
-            else:
-                axis = _kept(source, before, t)
-            if axis is not None:
-                self.axes[t] = axis
-
-    def _new_axis(self, func: Any, operands: list[Tensor], result: Tensor) -> int | None:
-        """Return the axis of the units that a layer makes; None for what is no layer."""
-        if func in CONVOLUTIONS:
-            return 1 if result.ndim == CONVOLUTIONS[func] + 2 else 0
-        if func is F.linear:
-            return result.ndim - 1
-        weights = [t for t in operands if self._is_weight(t)]
-        if not weights or func not in _PRODUCTS or func is torch.einsum:
-            return None
-        return result.ndim - (2 if operands[0] is weights[0] else 1)
+            return a.sum(others, dtype=wide).double().flatten()
+        return torch.linalg.vector_norm(a, 1, others, dtype=wide).double().flatten()
 
     def _is_weight(self, t: Tensor) -> bool:
         """Return True for a parameter of two axes or more, and for views of one."""
@@ -374,11 +312,11 @@ class Watch(TorchFunctionMode):
         if func is F.linear:
             return Origin("linear", self.module_name, operands[0], operands[0]._version)
         weights = [t for t in operands if self._is_weight(t)]
-        if func in _PRODUCTS:
+        if func in PRODUCTS:
             rows = _rows_of_product(operands, weights)
             if rows is not None:
                 return Origin("linear", self.module_name, rows, rows._version)
-        if weights or func in _PRODUCTS:
+        if weights or func in PRODUCTS:
             return Origin(name_of(func), self.module_name)
         origins = [self.origins[t] for t in operands if t in self.origins]
         if not origins:
@@ -402,46 +340,12 @@ def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in a nest of containers."""
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
-def _axis_of_norm(func: Any, result: Tensor) -> int | None:
-    """Return the axis of the units that a norm makes of a tensor in which none are known."""
-    if func in _CHANNEL_NORMS and result.ndim > 1:
-        return 1
-    return result.ndim - 1 if func in _LAST_NORMS else None
-
-
 def _plain(name: str) -> str:
     """Turn the name of a class into a kind: ReLU -> relu, NewGELUActivation -> newgelu."""
     return name.lower().removesuffix("activation")
 
 
-def moved(func: Any, args: tuple, kwargs: dict, source: Tensor, axis: int) -> int | None:
-    """Return an axis's place after a permutation, None where it cannot be told.
-
-    The permutation is run on a small tensor that is 2 long there and 1 elsewhere.
-    """
-    if not args or args[0] is not source:
-        return None
-    marker = torch.empty([2 if d == axis else 1 for d in range(source.ndim)])
-    shape = list(func(marker, *args[1:], **kwargs).shape)
-    return shape.index(2)
-
-
-def _kept(source: Tensor, axis: int, result: Tensor) -> int | None:
-    """Return an axis's place in a result: the same place, or where a view has put it.
-
-    A view has put it where an axis of the same size has as many elements before it.
-    """
-    size = source.shape[axis]
-    if result.numel() == source.numel() and result.shape != source.shape:
-        before, wanted = 1, source.shape[:axis].numel()
-        for d, n in enumerate(result.shape):
-            if before == wanted and n == size:
-                return d
-            before *= n
-        return None
-    return axis if result.ndim == source.ndim else None
+def _with_units_last(a: Tensor, axes: list[int]) -> Tensor:
+    """Return a tensor with the axes of its units together as the last one."""
+    last = list(range(-len(axes), 0))
+    return a.movedim(axes, last).flatten(-len(axes)) if a.ndim else a

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.padding import refuse_padding
+from fastlr.ghost.batch import copied
 from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
@@ -113,9 +114,10 @@ def dormant_ratio(
     The model runs in eval mode on a batch of real data.
 
     A unit is a channel of a convolution (its positions pooled with the samples) or an element of
-    the last axis after a linear layer; with ``m_u`` the mean of ``|a_u|`` over all samples and
-    positions, its score is ``s_u = m_u / mean_v m_v``, v over the units of the same activation (0
-    where that whole layer is silent), and it is dormant if ``s_u <= threshold``.
+    the last axis after a linear layer, also where that is split into heads; with ``m_u`` the mean
+    of ``|a_u|`` over all samples and positions, its score is ``s_u = m_u / mean_v m_v``, v over the
+    units of the same activation (0 where that whole layer is silent), and it is dormant if ``s_u <=
+    threshold``.
 
     - ``threshold=0``: the paper's dead units. A ReLU unit has score 0 exactly if it is never
       active. As in the paper only ReLU and ReLU6 units are counted, unless the model has none.
@@ -301,11 +303,21 @@ def _observe(
     Returns:
         The activations, summed over the batches, and the features' spectrum (empty without ranks).
     """
+    if isinstance(also, str) or not isinstance(also, Iterable) or not all(map(callable, also)):
+        raise InputError(
+            f"also={also!r}: give a list of module classes and functions of torch, such as "
+            "also=[torch.tanh]"
+        )
     view = ModelView.of(model, output)
     module = view.module
     parameter = next(module.parameters(), None)
     if parameter is None:
         raise ModelError("the model has no parameters, so it has no plasticity to measure")
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"parameter {name} is not initialised (a lazy module); run one forward pass first"
+            )
     watch, spectrum, batches = Watch(module, also, layer, signed=signed), Spectrum(), 0
     with as_it_was(module, parameter.device), torch.set_grad_enabled(then is not None):
         for batch in _batches(x):
@@ -313,7 +325,7 @@ def _observe(
             refuse_padding(batch)
             batches += 1
             with refusals(view, batch), watch.watching():
-                result = call(module, batch)
+                result = call(module, copied(batch))
                 chosen = select_output(result, output) if ranks and layer is None else None
             if ranks:
                 spectrum.add(*watch.features(chosen))

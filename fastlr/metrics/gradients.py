@@ -14,7 +14,8 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
-from fastlr.ghost.batch import Batch, along
+from fastlr.ghost.batch import Batch, along, copied
+from fastlr.ghost.graph import dense
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
@@ -282,7 +283,7 @@ class _Groups:
             columns.append(part.sums)
         self.sizes = torch.tensor([part.size for part in parts], dtype=torch.float64)
         self.norms = torch.stack(norms).cpu()  # [groups], of the samples' squared norms
-        flat = (torch.stack(column).flatten(1) for column in zip(*columns, strict=True))
+        flat = (torch.stack(c).reshape(len(parts), -1) for c in zip(*columns, strict=True))
         self.products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]
 
     def trace_and_square(self, chosen: Tensor) -> tuple[float, float]:
@@ -332,7 +333,7 @@ def _parts(
                 norms = engine_of(view).run(part, own).total
             if BATCH in measures:
                 with refusals(view, part):
-                    z = view.forward(part)
+                    z = view.forward(copied(part))
                 size = view.sample_count(z)
                 # the mean loss of all samples has a gradient even where they mix, that of parts has
                 # not
@@ -398,4 +399,4 @@ def _gradient(view: ModelView, z: Tensor, v: Tensor) -> list[Tensor]:
     unit = (v.double() * 2.0**-exponent).to(z.dtype)
     parameters = list(view.parameters.values())
     grads = torch.autograd.grad(z, parameters, unit, materialize_grads=True)
-    return [g.double() * 2.0**exponent for g in grads]
+    return [dense(g).double() * 2.0**exponent for g in grads]

@@ -12,20 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import InputError, ModelError, NonFiniteError, first_line
 from fastlr.estimator.loss import refuse_interaction, sample_gradients
+from fastlr.estimator.options import require_predictive
 from fastlr.estimator.padding import padding_mask, refuse_padding
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
-from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
+from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
+from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
-from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
+from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
 from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
+from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
@@ -73,7 +76,7 @@ def trainability(
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
-            trainable parameters.
+            trainable parameters, or no copy that runs with parameters of its own.
 
     Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels
     for its targets.
@@ -159,7 +162,7 @@ def memorization_capacity(
 
     Raises:
         InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
-            trainable parameters.
+            trainable parameters, or no copy that runs with parameters of its own.
 
     Source: paper, equation 6, Theorem 3.2 and Proposition 3.5. Equation 6 draws the labels from the
     model's own prediction; here they are uniform, as those of its section 4.3.
@@ -285,19 +288,19 @@ def _fit(
         evaluate: take the loss at the end in eval mode, too.
     """
     checked_count("steps", steps)
-    if not (math.isfinite(rate) and rate > 0):
+    if not (math.isfinite(real("learning_rate", rate)) and rate > 0):
         raise InputError(f"learning_rate={rate}: give a positive number")
     with locked(model), torch.inference_mode(False):
         original = ModelView.of(model, output)
         x, device = original.inputs(x), original.device
-        learner = copy.deepcopy(original.module).train()
+        learner = _copy_of(original, x).train()
     with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
         view = ModelView.of(learner, output)
         fit = _learn(view, x, steps, rate, predictive, labels)
         if evaluate:
             learner.eval()
             with torch.no_grad():
-                z = view.forward(x)
+                z = view.forward(copied(x))
             fit = fit._replace(end=float(_loss(z.detach(), fit.labels, fit.predictive)))
     if not all(map(math.isfinite, (*fit.losses, fit.end))):
         remedy = "lower it, or give the model in float32 if its weights are float16"
@@ -305,6 +308,43 @@ def _fit(
             f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}"
         )
     return fit
+
+
+def _copy_of(original: ModelView, x: Any) -> nn.Module:
+    """Return a copy of a model, which runs with parameters of its own.
+
+    Raises:
+        ModelError: It cannot be copied, or a copy's forward pass on x uses the model's parameters.
+    """
+    remedy = "trainability and memorization_capacity train a copy and leave the model as it is"
+    try:
+        with torch.no_grad():
+            learner = copy.deepcopy(original.module)
+    except FAILURES as error:
+        if out_of_memory(error):
+            raise
+        raise ModelError(
+            f"the model cannot be copied ({first_line(error)[:200]}): {remedy}. Keep no locks and "
+            "no results of forward passes in its attributes; those of torch.nn.utils.weight_norm "
+            "can be copied after a forward pass under torch.no_grad()"
+        ) from error
+    for own, p in zip(learner.parameters(), original.module.parameters(), strict=True):
+        own.requires_grad_(p.requires_grad)  # a scripted module's copies do not
+    view = ModelView.of(learner, original.output)
+    with as_it_was(original.module, original.device), as_it_was(learner, view.device):
+        with refusals(view, x):
+            z = view.forward(copied(x))
+        parameters = list(original.parameters.values())
+        reached = [None]
+        if z.requires_grad:
+            reached = list(torch.autograd.grad(z.sum(), parameters, allow_unused=True))
+    if any(gradient is not None for gradient in reached):
+        raise ModelError(
+            "a copy of the model still runs with the model's own parameters, which a function in "
+            f"its attributes holds (a lambda, a closure, a forward that was replaced): {remedy}. "
+            "Make that function a method, or put the forward pass back as it was"
+        )
+    return learner
 
 
 def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any) -> _Fit:
@@ -316,7 +356,7 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
     count = 0
     for step in range(steps + 1):
         with refusals(view, x):
-            z = view.forward(x)
+            z = view.forward(copied(x))
         if step == 0:
             count = view.sample_count(z)
             if predictive is None:
@@ -423,10 +463,12 @@ def curvature_rank(
         True
     """
     view = _rank_view(model, delta, output)
+    require_predictive(predictive)
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(x)
+        with refusals(view, x):
+            z = view.forward(copied(x))
         n = view.sample_count(z)
         predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
         v = predictive.cotangent(
@@ -493,7 +535,8 @@ def ntk_rank(
     refuse_padding(x)
     with as_it_was(view.module, view.device):
         refuse_interaction(view, x)
-        z = view.forward(x)
+        with refusals(view, x):
+            z = view.forward(copied(x))
         kernel = torch.zeros((), dtype=torch.float64, device=z.device)
         for number in range(z[0].numel()):
             one = z.new_zeros(z.shape)
@@ -508,7 +551,7 @@ def ntk_rank(
 
 def _rank_view(model: nn.Module, delta: float, output: OutputSelector) -> ModelView:
     """Return the view of a model of which a rank is taken, unless delta is no share."""
-    if not 0 < delta < 1:
+    if not 0 < real("delta", delta) < 1:
         raise InputError(f"delta={delta}: give a number above 0 and below 1")
     return ModelView.of(model, output)
 

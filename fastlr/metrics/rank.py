@@ -33,11 +33,11 @@ class Spectrum:
         self.rows: Tensor | None = None
         self._values: Tensor | None = None
 
-    def add(self, features: Tensor, axis: int, layer: str) -> None:  # [..., d, ...]
-        """Take in features with d along ``axis``; every other axis is rows."""
+    def add(self, features: Tensor, layer: str) -> None:  # [..., d]
+        """Take in features; every axis but the last is rows."""
         self.layer = layer
         rows = features.detach()
-        flat = rows.movedim(axis, -1).flatten(0, -2) if rows.ndim > 1 else rows[None]
+        flat = rows.flatten(0, -2) if rows.ndim > 1 else rows[None]
         if self.rows is not None and flat.shape[1] != self.rows.shape[1]:
             raise InputError(
                 f"{layer} had {self.rows.shape[1]} features in one batch and {flat.shape[1]} in "

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError, few
+from fastlr.errors import InputError, ModelError, NonFiniteError, few
 from fastlr.ghost.model_io import ModelView, unwrap
 from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locks_model
@@ -177,8 +177,15 @@ def _norm(definition: str, tensors: dict[str, Tensor], label: str) -> Measure:
     """Return the l2 norm of all tensors together in float64, with one wait for the device.
 
     Raises:
-        NonFiniteError: One has values that are not finite; ``label`` says what of which name.
+        ModelError: One is on the meta device; ``label`` says what of which name.
+        NonFiniteError: One has values that are not finite.
     """
+    for name, t in tensors.items():
+        if t.is_meta:
+            raise ModelError(
+                f"{label.format(name)} is on the meta device, without values: load the weights "
+                "first"
+            )
     norms = [torch.linalg.vector_norm(t.flatten(), dtype=torch.float64) for t in tensors.values()]
     device = norms[0].device
     values = torch.stack([n.to(device) for n in norms]).tolist()

@@ -431,6 +431,7 @@ def test_bound():
         {"epsilon": -1},
         {"epsilon": math.nan},
         {"epsilon": "x"},
+        {"epsilon": torch.ones(2)},
         {"epsilon": 1, "n": 0},
         {"epsilon": 1, "unit": "bytes"},
     ):
@@ -595,6 +596,9 @@ def collapsed(layer):
     [  # by the graph; by the values of 64 samples, two chunks of them
         ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8}),
         ([nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0)], {"n": 8, "predictive": Bernoulli()}),
+        ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8, "batch_size": 4}),
+        ([nn.Linear(6, 5), nn.Sigmoid()], {"n": 8, "batch_size": 4, "probe": "batch"}),
+        ([nn.Linear(6, 5), Logistic()], {"n": 64, "batch_size": 32, "probe": "batch"}),
         ([nn.Linear(6, 5), nn.Hardsigmoid()], {"n": 64, "batch_size": 32}),
         ([nn.Linear(6, 5), Logistic()], {"n": 64, "batch_size": 32}),
     ],
@@ -640,6 +644,7 @@ def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(batch_size):
     before = inputs.x.clone()
     with warned("sigmoid"):
         estimate(model, inputs, n=64, batch_size=batch_size)
+    estimate(nn.Sequential(model, nn.Linear(5, 3)), inputs, n=64, batch_size=16, probe="batch")
     assert_close(inputs.x, before, rtol=0, atol=0)
 
 
@@ -671,6 +676,9 @@ def test_memorization_bounds():
         ([-1.0, -1.0], [1.0]),
         (torch.zeros(1, 1, 1), 1.0),
         ([-1.0], 1.0, "bytes"),
+        (None, 1.0),
+        (["many"], 1.0),
+        ([-1.0], {"entropy": 1.0}),
     ],
 )
 def test_bad_arguments_of_the_gain(arguments):
@@ -687,6 +695,9 @@ def test_bad_arguments_of_the_gain(arguments):
         (1, 1, 1.0, 0.0),
         (1, 1, 1.0, math.nan),
         (1, 1, 1.0, 1.0, "b"),
+        (1, 1, None, 1.0),
+        (1, 1, 1.0, "half"),
+        (1, 1, torch.ones(2), 1.0),
     ],
 )
 def test_bad_arguments_of_the_bound(arguments):

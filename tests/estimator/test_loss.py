@@ -330,6 +330,15 @@ def test_an_operation_that_cannot_be_differentiated_twice_is_named(double):
             fastlr.redundancy_loss(model, torch.randn(3, 4))
 
 
+@mark.parametrize("rank", [fastlr.metrics.ntk_rank, fastlr.metrics.curvature_rank])
+def test_a_second_derivative_is_tried_though_a_rank_has_looked_at_the_model(rank, double):
+    model = Written(lambda m, x: m.head(m.bag(x)), bag=nn.EmbeddingBag(5, 4), head=nn.Linear(4, 3))
+    ids = torch.randint(5, (3, 4))
+    rank(model, ids)
+    with refused("cannot be differentiated twice .*_embedding_bag_backward", ModelError):
+        fastlr.redundancy_loss(model, ids)
+
+
 def test_scripted_modules_are_named(double):
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 3)), nn.Tanh())
     with refused("module 0 is scripted or traced by torch.jit", ModelError):

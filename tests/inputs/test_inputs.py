@@ -138,6 +138,13 @@ def test_chunks_equal_the_whole(name):
     assert type(whole) is type(parts[0])
 
 
+def test_a_number_in_a_nest_of_tensors_is_passed_on_whole():
+    x, scale = torch.randn(8, 3), torch.tensor(2.0)
+    batch = TensorInputs((x, {"scale": scale, "again": [x]})).batch(2, 5)
+    assert torch.equal(batch[0], x[2:5]) and torch.equal(batch[1]["again"][0], x[2:5])
+    assert torch.equal(batch[1]["scale"], scale)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from([n for n, inputs in GENERATORS.items() if inputs.limit is None]),
@@ -339,6 +346,16 @@ def test_tokens_are_uniform():
         (lambda: TensorInputs(torch.zeros(3, device="meta")).batch(0, 2), "is on meta"),
         (lambda: TensorInputs(torch.zeros(3), in_dim="0"), "in_dim"),
         (lambda: TensorInputs(torch.zeros(3), item=0), "item="),
+        (
+            lambda: TensorInputs(torch.utils.data.TensorDataset(torch.ones(3)), item=1).batch(0, 2),
+            "item=1 picks nothing.*IndexError.*the part that the model takes",
+        ),
+        (
+            lambda: TensorInputs(torch.utils.data.TensorDataset(torch.ones(3)), item="x").batch(
+                0, 2
+            ),
+            "item='x' picks nothing",
+        ),
     ],
 )
 def test_bad_definitions_are_named(make, words):

@@ -103,7 +103,9 @@ def test_a_resumed_monitor_rings_at_the_same_tasks():
     [
         (lambda: monitor(alarm=False).task(0.5), "alarm=True"),
         (lambda: monitor().task(50.0), "a share between 0 and 1"),
-        (lambda: monitor().task("0.5"), "accuracy='0.5': give a share between 0 and 1"),
+        (lambda: monitor().task("0.5"), "accuracy must be a number, not '0.5'"),
+        (lambda: monitor().task(torch.ones(2)), "accuracy must be a number, not tensor"),
+        (lambda: monitor(guess="10 %"), "guess must be a number, not '10 %'"),
         (lambda: monitor(guess=1.5), "the accuracy of a guess"),
     ],
 )

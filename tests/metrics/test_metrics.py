@@ -126,6 +126,7 @@ def shaped(function):
     There are 6 channels of a convolution and 9 outputs of a linear layer.
     """
     parts = {"conv": nn.Conv2d(2, 6, 3), "line": nn.Conv1d(2, 6, 3), "linear": nn.Linear(5, 9)}
+    parts["heads"] = nn.Linear(5, 30)
     return Written(
         lambda m, x: function(m, x).relu(), **parts, weight=nn.Parameter(torch.randn(7, 2))
     )
@@ -160,6 +161,30 @@ UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units
         lambda m, x: m.linear(x[:, 0, 0])[:, :, None, None].view(1, 4, 9, 1, 1)[0].flatten(2),
         9,
     ),
+    "linear, in heads": (lambda m, x: m.linear(x[:, 0]).view(4, 8, 3, 3), 9),
+    "linear, heads first": (lambda m, x: m.linear(x[:, 0]).view(4, 8, 3, 3).transpose(1, 2), 9),
+    "linear, queries of heads": (
+        lambda m, x: m.heads(x[:, 0]).unflatten(-1, (3, 2, 5)).permute(2, 0, 3, 1, 4)[0],
+        10,
+    ),
+    "convolution, in heads": (lambda m, x: m.conv(x).reshape(4, 2, 3, -1).mT, 6),
+    "channels shuffled": (
+        lambda m, x: m.line(x.flatten(2)).view(4, 2, 3, -1).transpose(1, 2).reshape(4, 6, -1),
+        6,
+    ),
+    "mean over rows": (lambda m, x: m.conv(x).mean(2), 6),
+    "largest of columns": (lambda m, x: m.conv(x).max(3).values, 6),
+    "one row": (lambda m, x: m.conv(x)[:, :, 0], 6),
+    "linear layers stacked": (lambda m, x: torch.stack([m.linear(x[:, 0])] * 2, 1), 9),
+    "linear, pairs of positions": (
+        lambda m, x: m.linear(x[:, 0])[:, torch.tensor([[0, 1, 2], [1, 2, 3]])],
+        9,
+    ),
+    "einsum to heads": (
+        lambda m, x: torch.einsum("btd,dhk->bhtk", x[:, 0, :, :2], m.weight.T.view(2, 7, 1)),
+        7,
+    ),
+    "scores of heads": (lambda m, x: m.conv(x).view(4, 2, 3, -1).mT @ torch.ones(3, 9), 2),
     "product from the right": (lambda m, x: x.movedim(1, -1) @ m.weight.T, 7),
     "product from the left": (lambda m, x: m.weight @ x.flatten(2), 7),
 }
@@ -316,6 +341,34 @@ def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind):
     for name in names:
         assert found[name].to_dict() == apart[name].to_dict()  # to the bit
     assert not any(p.grad is not None for p in model.parameters())
+
+
+BY_NAME = {
+    "activations": lambda model, x, y: list(metrics.activation_measures(model, x).values()),
+    "gradients": lambda model, x, y: list(
+        metrics.gradient_measures(model, x, y, F.cross_entropy).values()
+    ),
+    "noise scale": lambda model, x, y: fastlr.gradient_noise_scale(
+        model, x, y, F.cross_entropy
+    ).details["trace"],
+    "kernel": lambda model, x, y: metrics.ntk_rank(model, x).details["trace"],
+    "curvature": lambda model, x, y: metrics.curvature_rank(model, x).details["trace"],
+    "trainability": lambda model, x, y: metrics.trainability(model, x, steps=3, repeats=2),
+    "capacity": lambda model, x, y: fastlr.memorization_capacity(model, x, steps=3, repeats=2),
+    "loss": lambda model, x, y: fastlr.redundancy_loss(model, x, seed=0).item(),
+}
+
+
+@mark.parametrize("name", BY_NAME)
+def test_a_model_that_writes_to_its_inputs_leaves_the_users_tensor(name):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    writes = Written(lambda m, x: m.layers(x.mul_(2).sub_(1)), layers=layers)
+    x, y = torch.randn(16, 5), torch.randint(3, (16,))
+    given = x.clone()
+    wanted = BY_NAME[name](layers, 2 * x - 1, y)
+    assert BY_NAME[name](writes, given, y) == approx(wanted, rel=1e-5)
+    assert torch.equal(given, x)
 
 
 def test_one_forward_pass_serves_all():

@@ -135,7 +135,24 @@ CALLS = [
     (InputError, "give a fastlr.Categorical", lambda: of_small(predictive=fastlr.Categorical)),
     (NonFiniteError, r"learning_rate=1e\+30", lambda: of_small(learning_rate=1e30)),
     (InputError, "delta=1", lambda: curvature_rank(SMALL, ROWS, delta=1)),
+    (ModelError, "is on the meta device", lambda: weight_norm(nn.Linear(2, 2, device="meta"))),
+    (ModelError, "not initialised", lambda: dormant_ratio(nn.LazyLinear(2), ROWS)),
     (InputError, "delta=0", lambda: fastlr.metrics.ntk_rank(SMALL, ROWS, delta=0)),
+    (InputError, "delta must be a number", lambda: curvature_rank(SMALL, ROWS, delta="1 %")),
+    (InputError, "learning_rate must be a number", lambda: of_small(learning_rate=None)),
+    (
+        InputError,
+        "Gaussian is a class",
+        lambda: curvature_rank(SMALL, ROWS, predictive=fastlr.Gaussian),
+    ),
+    (
+        InputError,
+        "predictive must be",
+        lambda: curvature_rank(SMALL, ROWS, predictive="gaussian"),
+    ),
+    (InputError, "also='tanh': give a list", lambda: dormant_ratio(SMALL, ROWS, also="tanh")),
+    (InputError, "give a list", lambda: dormant_ratio(SMALL, ROWS, also=torch.tanh)),
+    (InputError, "give a list", lambda: dormant_ratio(SMALL, ROWS, also=["tanh"])),
     (
         InputError,
         "more than 4096 labelings of 7 labels",
@@ -148,6 +165,14 @@ CALLS = [
     ),
     (InputError, "learning_rate=-1", lambda: capacity(learning_rate=-1)),
 ]
+
+
+@pytest.mark.parametrize("rank", [curvature_rank, fastlr.metrics.ntk_rank])
+def test_inputs_that_the_model_does_not_take_are_named_where_it_was_looked_at_before(rank):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    rank(model, ROWS)
+    with pytest.raises(InputError, match="float64.*convert"):
+        rank(model, ROWS.double())
 
 
 @pytest.mark.parametrize(("error", "words", "call"), CALLS)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import numpy as np
 import torch
@@ -38,6 +39,20 @@ def test_the_noise_scale_is_that_of_the_sample_covariance(double):
     assert scale.details["trace"] == approx(float(trace), rel=1e-9)
     assert scale.details["grad_sq_norm"] == approx(float(square), rel=1e-9)
     assert scale == (approx(float(trace / square), rel=1e-9) if square > 0 else math.inf)
+
+
+def test_the_noise_scale_of_a_single_number_and_of_sparse_gradients(double):
+    model = Written(
+        lambda m, x: m.scale * m.embedding(x).sum(1),
+        embedding=nn.Embedding(7, 3),
+        scale=nn.Parameter(torch.tensor(0.7)),
+    )
+    x, y = torch.randint(7, (12, 2)), torch.randint(3, (12,))
+    g = gradients(model, F.cross_entropy(model(x), y, reduction="none"))
+    for sparse in (False, True):
+        model.embedding.sparse = sparse
+        scale = fastlr.gradient_noise_scale(model, x, y, F.cross_entropy, groups=5)
+        assert scale.details["trace"] == approx(float(g.var(0).sum()), rel=1e-9)
 
 
 def test_its_standard_error_covers_the_truth(double):
@@ -143,6 +158,43 @@ def test_it_follows_its_definition_for_every_predictive(double):
             losses[-1].backward()
             optimizer.step()
         assert found == approx(1 - float(losses[3].detach()) / guess, rel=1e-9)
+
+
+def closed_over():
+    model = two_layers()
+    model.head = lambda h: model[2](h)
+    model.forward = lambda x: model.head(model[1](model[0](x)))
+    return model
+
+
+def replaced():
+    model = two_layers()
+    before = model.forward
+    model.forward = lambda x: 2 * before(x)
+    return model
+
+
+TRAINED = [trainability, memorization_capacity]
+
+
+@mark.parametrize("measure", TRAINED)
+@mark.parametrize("make", [closed_over, replaced])
+def test_a_copy_that_runs_with_the_models_own_parameters_is_refused(measure, make):
+    """Nothing of it was trained, and the gradients went to the user's model."""
+    model, x = make(), torch.randn(6, 5)
+    with untouched(model), refused("still runs with the model's own parameters", ModelError):
+        measure(model, x, steps=2)
+
+
+@mark.parametrize("measure", TRAINED)
+def test_models_that_cannot_be_copied_are_named_and_scripted_ones_are_trained(measure):
+    locked, x = two_layers(), torch.randn(6, 5)
+    locked.lock = threading.Lock()
+    with refused("cannot be copied .*lock", ModelError):
+        measure(locked, x, steps=2)
+    plain = two_layers()
+    wanted = measure(plain, x, steps=3)
+    assert measure(torch.jit.script(plain), x, steps=3) == approx(wanted, rel=1e-4)
 
 
 @mark.parametrize("measure", [trainability, memorization_capacity])

@@ -19,16 +19,8 @@ from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.copies import subjects
-from fastlr.metrics.activation_hooks import (
-    CONVOLUTIONS,
-    FUNCTIONS,
-    MOVES,
-    Watch,
-    functions_named,
-    moved,
-    name_of,
-    tensors_in,
-)
+from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
+from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, functions_named, place_of, tensors_in
 from fastlr.ops.torch_private import BatchNorm, Convolution, tree_leaves
 
 
@@ -190,7 +182,7 @@ class _Trace(Watch):
             )
             return plain if keeps_axis else None
         if func in MOVES:
-            axis = moved(func, args, kwargs, source, tag.axis)
+            axis = place_of(tag.axis, func, args, kwargs, source)
             return None if axis is None else dataclasses.replace(plain, axis=axis)
         if func in _MEANS:
             return _reduced(args, kwargs, source, plain)
