@@ -47,6 +47,7 @@ from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
+from fastlr.ops.torch_private import anything_compiled
 
 
 @dataclass(eq=False)
@@ -143,6 +144,18 @@ class Engine:
         Raises:
             InputError, ModelError and its kinds: see fastlr.errors.
         """
+        nothing_was_compiled = not anything_compiled()
+        try:
+            return self._run(x, cotangent)
+        except Exception:
+            the_pass_has_compiled = nothing_was_compiled and anything_compiled()
+            if not the_pass_has_compiled:
+                raise
+        # torch's compiler cannot take fastlr's modes in; from now on it is kept out (`uncompiled`).
+        return self._run(x, cotangent)
+
+    def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        """Make a `run`, in which torch may compile something for the first time."""
         self.view = self.view.renewed()
         x = self.view.inputs(x)
         blocks = self.folding.blocks

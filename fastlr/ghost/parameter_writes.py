@@ -63,8 +63,12 @@ def written_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def _differs(parameter: Tensor, copies: dict[int, Copied]) -> bool:
-    """Return True if a parameter no longer has the values of its copy, as after ``.data``."""
-    return not torch.equal(parameter.detach(), copies[id(parameter)].values)
+    """Return True if a parameter no longer has the values of its copy, or its dtype.
+
+    So it is after a write by ``.data``, and after ``self.router.to(torch.float32)``.
+    """
+    values = copies[id(parameter)].values
+    return parameter.dtype != values.dtype or not torch.equal(parameter.detach(), values)
 
 
 def _enter(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastlr.errors import HiddenParameterError, few
 from fastlr.ghost import value_readers  # noqa: F401 - enters what reads values of each class
 from fastlr.ghost.class_reader import contents
 from fastlr.ghost.fusion.batch_norm import norm_arguments
@@ -37,12 +38,16 @@ from fastlr.ghost.tokens import (
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import (
     BatchNorm,
+    HigherOrderOperator,
     InstanceNorm,
     StatisticsNorm,
     hooks_of_all_modules,
+    is_fake,
+    is_transformed,
     module_calls,
     tree_flatten,
     tree_leaves,
+    tree_map,
 )
 
 # Nn.Module's own entries.
@@ -212,13 +217,16 @@ class _Program:
 class _Uses(TorchFunctionMode):
     """Records what buffers enter: batch norm as running statistics, or anything else.
 
-    Hooks of gradients are recorded, too.
+    Hooks of gradients are recorded, too. Operators that run a function of the model, and lose the
+    gradients of what it uses, are refused.
     """
 
-    def __init__(self, buffers: Collection[int]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.buffers, self.statistics, self.others = frozenset(buffers), set[int](), set[int]()
+        self.buffers = frozenset(map(id, model.buffers()))
+        self.statistics, self.others = set[int](), set[int]()
         self.hooked = False
+        self.names = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
@@ -234,7 +242,93 @@ class _Uses(TorchFunctionMode):
                     statistics = {id(given["running_mean"]), id(given["running_var"])}
             self.statistics |= buffers & statistics
             self.others |= buffers - statistics
+        if isinstance(func, HigherOrderOperator):
+            return self._given_all_that_it_uses(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _given_all_that_it_uses(self, func: Callable, args: Any, kwargs: dict) -> Any:
+        """Run an operator that runs functions, such as `torch.cond`.
+
+        Raises:
+            HiddenParameterError: they use tensors that it was not given, so that autograd does not
+                see them. Compiled, it would be given them; fastlr runs it as it was written.
+        """
+        within = _UsesWithin(tree_leaves((args, kwargs)))
+        result, failure = None, None
+        watched_args, watched_kwargs = tree_map(within.watched, (args, kwargs))
+        try:
+            result = func(*watched_args, **watched_kwargs)
+        except Exception as error:  # some refuse such tensors, each in its own words
+            failure = error
+        seen = _nodes_below([t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        hidden = [t for t in within.used.values() if failure or not _is_among(t, seen)]
+        if hidden:
+            names = [self.names.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in hidden]
+            raise HiddenParameterError(
+                f"the model calls torch's operator {getattr(func, '__name__', func)} with a "
+                f"function that uses tensors which the operator is not given ({few(names)}), so "
+                "that autograd does not see them where nothing is compiled, as within fastlr: "
+                "write it in plain Python, with if for torch.cond and a loop for the others"
+            ) from failure
+        if failure is not None:
+            raise failure
+        return result
+
+
+class _UsesWithin(TorchFunctionMode):
+    """Records which tensors that require grad functions use that were given others.
+
+    Attributes:
+        used: those tensors, by id.
+    """
+
+    def __init__(self, given: Collection[Any]) -> None:
+        super().__init__()
+        self.given, self.used = frozenset(map(id, given)), dict[int, Tensor]()
+
+    def watched(self, given: Any) -> Any:
+        """Return what an operator is given; a function so that it is watched while it runs."""
+        if not callable(given) or isinstance(given, (Tensor, type)):
+            return given
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return given(*args, **kwargs)
+
+        return run
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            for t in tree_leaves((args, kwargs)):
+                if isinstance(t, Tensor) and id(t) not in self.given and _is_from_outside(t):
+                    self.used[id(t)] = t
+        return func(*args, **kwargs)
+
+
+def _is_from_outside(t: Tensor) -> bool:
+    """Return True if a tensor requires grad and is none that a transform or a tracer has made."""
+    return not is_fake(t) and not is_transformed(t) and t.requires_grad
+
+
+def _nodes_below(tensors: Collection[Tensor]) -> set:
+    """Return all nodes of the graph below some tensors."""
+    stack, seen = [t.grad_fn for t in tensors], set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return seen
+
+
+def _is_among(t: Tensor, nodes: Collection[Any]) -> bool:
+    """Return True if a tensor has a place among the nodes of a graph."""
+    if t.grad_fn is not None:
+        return t.grad_fn in nodes
+    return any(getattr(node, "variable", None) is t for node in nodes)
 
 
 def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
@@ -246,13 +340,16 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
         model: any module.
         run: makes a forward pass of it.
 
+    Raises:
+        HiddenParameterError: it runs functions by an operator that hides what they use.
+
     Returns:
         Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval
         mode and nothing else, with them those that count batches for norm layers, where nothing
         reads them: these move at every training step and change nothing of the program. And whether
         tensors are given hooks, which may do anything to gradients.
     """
-    uses = _Uses({id(b) for b in model.buffers()})
+    uses = _Uses(model)
     with uses:
         run()
     counters = {

@@ -122,11 +122,23 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
 
 def row_sums(gradient: Tensor, dim: int) -> Tensor:
     """Sum of absolute values over all axes but ``dim``: [size of dim], float64."""
+    if gradient.layout != torch.strided:
+        return _row_sums_of_sparse(gradient, dim)
     others = [d for d in range(gradient.ndim) if d != dim]
     if not others:
         return gradient.detach().abs().double()
     wide = torch.complex128 if gradient.is_complex() else torch.float64
     return torch.linalg.vector_norm(gradient.detach(), 1, others, dtype=wide)
+
+
+def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
+    """Row sums of a sparse gradient, such as that of an adjacency matrix; it stays sparse."""
+    entries = gradient.detach().to_sparse_coo().coalesce()
+    values, sparse_axes = entries.values(), entries.sparse_dim()  # [entries, *axes that are dense]
+    if dim >= sparse_axes:
+        return row_sums(values, 1 + dim - sparse_axes)
+    sums = torch.zeros(gradient.shape[dim], dtype=torch.float64, device=gradient.device)
+    return sums.index_add_(0, entries.indices()[dim], row_sums(values, 0))
 
 
 def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:

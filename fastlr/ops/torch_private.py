@@ -69,6 +69,7 @@ BatchNorm = _get("nn.modules.batchnorm._BatchNorm")  # of any number of axes, Sy
 StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running statistics
 InstanceNorm = _get("nn.modules.instancenorm._InstanceNorm")
 Convolution = _get("nn.modules.conv._ConvNd")
+HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
 
 for _name in _HOOKS:  # read anew at every call, as they may be replaced

@@ -1,5 +1,7 @@
 """Parts of a model that torch.compile has compiled are measured as they were written."""
 
+import subprocess
+import sys
 from copy import deepcopy
 from threading import Event, Thread
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastlr
+from fastlr.errors import HiddenParameterError
 from fastlr.ghost.engine import Engine
 from fastlr.ops.compiled_parts import uncompiled
 
@@ -144,3 +147,63 @@ def test_threads_that_overlap_leave_the_stance_as_it_was():
         assert node(part) == "AddmmBackward0"
     thread.join()
     assert "Compiled" in node(part)
+
+
+def branch(model, x):
+    """One of two layers by torch.cond, which is given neither of them."""
+    return torch.cond(model.switch, lambda t: model.a(t), lambda t: model.b(t), (x,))
+
+
+def branches(function):
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(4, 4)}
+    return Written(function, switch=torch.tensor(True), **layers)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: branch(m, x) + m.a(x.tanh()) + m.b(x.sin()),
+        lambda m, x: branch(m, m.c(x)),
+        branch,
+    ],
+    ids=["also used outside", "after a layer", "alone"],
+)
+def test_what_a_branch_uses_without_being_given_it_is_refused(function):
+    """Where nothing is compiled autograd does not see it.
+
+    The norms of a layer that is used outside, too, lacked the branch without a word.
+    """
+    torch.compile(layers(), backend=BACKEND)  # so that the compiler is imported
+    with pytest.raises(HiddenParameterError, match=r"cond.*parameter a.weight.*plain Python"):
+        fastlr.per_sample_grad_sq_norms(branches(function), torch.randn(5, 4), torch.ones(5, 4))
+
+
+def test_a_branch_that_uses_no_parameter_is_measured():
+    model = branches(
+        lambda m, x: m.a(torch.cond(m.switch, lambda t: t.sin(), lambda t: t.cos(), (x,)))
+    )
+    x, v = torch.randn(5, 4), torch.randn(5, 4)
+    plain = Written(lambda m, x: m.a(x.sin()), a=model.a, b=model.b, c=model.c)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert_norms(got, truth(plain, (x,), v).norms, 1e-5, 1e-6)
+
+
+BRANCH_OF_A_NEW_PROCESS = """
+import sys
+import torch
+import fastlr
+
+class Branch(torch.nn.Linear):
+    def forward(self, x):
+        z = torch.cond(torch.tensor(True), lambda t: t.sin(), lambda t: t.cos(), (x,))
+        return super().forward(z)
+
+assert "torch._dynamo" not in sys.modules
+print(fastlr.per_sample_grad_sq_norms(Branch(4, 3), torch.randn(5, 4), torch.ones(5, 3)))
+"""
+
+
+def test_a_branch_is_measured_where_nothing_was_compiled_before():
+    """torch imports its compiler within the first forward pass; it failed on fastlr's modes."""
+    command = [sys.executable, "-c", BRANCH_OF_A_NEW_PROCESS]
+    subprocess.run(command, check=True, timeout=300)

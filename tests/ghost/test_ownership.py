@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from pytest import mark, param
-from single_samples import Written
-from torch import Tensor
+from single_samples import Written, truth
+from torch import Tensor, nn
 
 import fastlr
 from fastlr.ghost.graph import call_node, dense, walk
 from fastlr.ghost.ownership import KEEPS, _through
-from fastlr.ghost.sample_axis import candidates
+from fastlr.ghost.sample_axis import candidates, row_sums
 from fastlr.ghost.verification import batch_checks
 
 SAMPLES = 2
@@ -370,3 +370,30 @@ def test_kinds_without_rows_are_reported_and_cost_passes(forward, kinds, passes)
             ) as taken:
                 fastlr.per_sample_grad_sq_norms(model, torch.randn(samples, 4), v)
         assert taken.call_count == wanted
+
+
+@mark.parametrize("sparse_axes", [1, 2, 3])
+def test_row_sums_of_a_sparse_gradient_are_those_of_a_dense_one(sparse_axes):
+    gradient = torch.randn(3, 4, 5) * (torch.rand(3, 4, 5) < 0.5)
+    for dim in range(3):
+        want = row_sums(gradient, dim)
+        torch.testing.assert_close(row_sums(gradient.to_sparse(sparse_axes), dim), want)
+    of_rows = row_sums(gradient[0], 1)
+    torch.testing.assert_close(row_sums(gradient[0].to_sparse_csr(), 1), of_rows)
+
+
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")  # that the loop is slow
+@mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_learned_weights_of_edges_in_a_graph_of_each_sample():
+    """The gradient at the sparse adjacency matrix is sparse: it ended in a traceback."""
+    edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+
+    def messages(net, x):
+        adjacency = torch.sparse_coo_tensor(edges, net.weights, (5, 5))
+        return torch.stack([torch.sparse.mm(adjacency, nodes) for nodes in net.layer(x)])
+
+    net = Written(messages, layer=nn.Linear(3, 3), weights=nn.Parameter(torch.randn(4))).double()
+    x, v = (torch.randn(4, 5, 3, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(net, x, v), truth(net, (x,), v), rtol=1e-11, atol=0
+    )

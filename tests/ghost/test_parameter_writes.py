@@ -185,3 +185,23 @@ def test_nothing_is_kept_of_parameters_that_nobody_writes():
     writes = one_layer(shortening)
     MEASURES["norms"](writes, x)
     assert [p is writes.layer.weight for p in written_parameters(writes)] == [True]
+
+
+def routing_in_float32(net, x):
+    """A router that its forward pass holds in float32, as those of some mixtures of experts."""
+    net.router = net.router.to(torch.float32)
+    return net.head(net.router(x.float()).to(x.dtype))
+
+
+@mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_parameter_whose_dtype_a_pass_changes(dtype):
+    """It stayed in float32, where its values were the same."""
+    net = Written(routing_in_float32, router=nn.Linear(4, 3), head=nn.Linear(3, 2)).to(dtype)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    x, v = torch.randn(5, 4).to(dtype), torch.randn(5, 2)
+    got = [norms(net, x, v.to(dtype)) for _ in range(2)]
+    assert_close(dict(net.named_parameters()), before, rtol=0, atol=0)
+    assert_close(
+        got[0], truth(net, (x,), v), rtol=3e-2 if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
+    assert_close(got[1], got[0])
