@@ -139,6 +139,8 @@ VALUES = {-1: [9.0, 9.1, 8.9, 1.0, 1.1, 0.9], 0: [5.0] * 6, 1: [1.0, 1.1, 0.9, 9
         (-1, 1, "Accuracy rose from 50.3 to 90.3 %: believe accuracy, nothing is lost yet"),
         (1, 1, "Accuracy rose from 50.3 to 90.3 %, as the value did: believe accuracy."),
         (0, 0, "Accuracy went from 50.0 to 50.0 %, no change that can be told."),
+        (1, 0, "went from 50.0 to 50.0 %, no change that can be told: believe accuracy."),
+        (0, 1, "Accuracy rose from 50.3 to 90.3 %. Dormant"),
     ],
 )
 def test_accuracy_and_what_to_believe(value, accuracy, words):

@@ -99,7 +99,7 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
         level: Of significance.
 
     Raises:
-        InputError: Fewer than two, or estimates that are not paired.
+        InputError: Fewer than two, estimates that are not paired, or of one input (batch) alone.
 
     Example:
         >>> import torch, fastlr
@@ -119,6 +119,11 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
     tests = []
     for first, second in combinations(order, 2):
         difference, stderr = paired_difference(estimates[first], estimates[second])
+        if math.isnan(stderr):
+            raise InputError(
+                "a ranking needs at least two inputs (of probe batch, two batches): one difference "
+                "has no standard error, and nothing can be told from it"
+            )
         z = math.inf if difference else 0.0
         if stderr > 0:
             z = difference / stderr

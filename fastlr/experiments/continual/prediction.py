@@ -14,6 +14,7 @@ from fastlr.experiments.continual.records import HORIZON, ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import Array, all_measures, finite
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
+from fastlr.experiments.statistics.correlation import straight
 
 FEWEST = 4  # tasks to learn a line from, and blocks behind an interval
 FOLDS = 5  # blocks of tasks, each predicted from the others
@@ -172,7 +173,10 @@ def _errors_of_block(series: Sequence[Series], fold: int) -> Iterator[tuple[Held
             continue
         lines = np.polyfit(tasks[outside], columns[outside], 1)
         without_trend = columns - np.stack([tasks, np.ones_like(tasks)], 1) @ lines
-        learned.append(without_trend[outside])
+        to_learn = without_trend[outside]
+        # What is a line but for rounding has nothing that could be learned from.
+        to_learn[:, [straight(column, tasks[outside]) for column in columns[outside].T]] = 0.0
+        learned.append(to_learn)
         target = columns[:, 0]
         total = target[inside] - target[outside].mean()
         block.append(Held(run.seed, without_trend[inside], total))

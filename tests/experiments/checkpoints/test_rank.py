@@ -127,6 +127,9 @@ def test_estimates_that_are_not_paired_are_refused():
         ranking({"a": a, "b": b})
     with refused("1 checkpoints: a ranking needs at least two"):
         ranking({"a": a})
+    one, other = estimate(torch.ones(1)), estimate(torch.full((1,), 2.0))
+    with refused("a ranking needs at least two inputs"):
+        ranking({"one": one, "other": other})
 
 
 def test_the_command(checkpoints, tmp_path, cli):

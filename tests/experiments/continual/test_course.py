@@ -46,6 +46,18 @@ def test_no_task_of_a_block_is_learned_from(tmp_path):
     assert found.gain < 0
 
 
+def test_a_measure_that_does_not_change_gains_nothing(tmp_path):
+    """Its residuals are rounding, of which slopes without bound would be fitted."""
+    for level in (7e6, 0.3, 1e-9):
+        folder = write_run(tmp_path / f"run-{level}", 130)
+        lines = read_lines(folder)
+        for line in lines[1:]:
+            line["measures"] = {"weight_norm": {"value": level}}
+        write_lines(folder, lines)
+        (found,) = predictions([read_run(folder)], resamples=200)
+        assert (found.gain, found.low, found.high) == pytest.approx((0, 0, 0), abs=1e-12)
+
+
 def test_the_report_lays_the_courses_side_by_side(grid, tmp_path, cli):
     out = tmp_path / "out"
     cli(f"report {grid} --bootstrap 100 --out {out}", says="Over the run: ")
