@@ -95,9 +95,10 @@ class Correlation:
         n: Tasks that count, of all runs.
         blocks: Blocks that make up a resample.
         length: Tasks a block.
-        per_run: The value of each run.
+        per_run: The value of each run that has one.
         note: Why there is no value.
-        lead: Local redundancy's value minus this one, of the same kind, method and transform.
+        lead: Local redundancy's value minus this one, of the same kind, method and transform;
+            NaN unless both are of the same runs.
         lead_stderr: Its standard error, from the same resamples.
     """
 
@@ -204,7 +205,12 @@ def correlations(
         for key, part in _one_run(runs[index], targets[index], names, span, weights, fewest):
             parts.setdefault(key, []).append(part)
     pooled = {key: _pooled(target, key, of_runs) for key, of_runs in parts.items()}
-    return [_with_lead(pooled.get((_LEADER, *key[1:])), *entry) for key, entry in pooled.items()]
+    found = []
+    for key, entry in pooled.items():
+        leading = (_LEADER, *key[1:])
+        same_runs = leading in parts and _which(parts[leading]) == _which(parts[key])
+        found.append(_with_lead(pooled[leading] if same_runs else None, *entry))
+    return found
 
 
 _Key = tuple[str, str, str, str]  # measure, kind, method, transform
@@ -292,6 +298,11 @@ def _why_none(x: Array, task: Array, partial: bool, fewest: int) -> str:
     return "a straight line in task number" if partial and straight(x, task) else ""
 
 
+def _which(of_runs: Sequence[_Part | str]) -> list[bool]:
+    """Return which of the runs have a correlation."""
+    return [isinstance(part, _Part) for part in of_runs]
+
+
 def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Correlation, Array]:
     """Average over runs, weighted by their tasks; replicates are averaged in the same way."""
     measure, kind, method, transform = key
@@ -319,12 +330,12 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
 def _with_lead(
     leader: tuple[Correlation, Array] | None, other: Correlation, replicates: Array
 ) -> Correlation:
-    """Add how far local redundancy leads, if it was measured in the same runs."""
+    """Add how far local redundancy leads; ``leader`` is None unless it is of the same runs."""
     if leader is None or leader[0].measure == other.measure:
         return other
     ahead, replicates_ahead = leader
     runs = len(other.per_run)
-    if not runs or len(ahead.per_run) != runs:
+    if not runs:
         return other
     spread = deviation(replicates_ahead - replicates, other.blocks, runs)
     return replace(other, lead=ahead.value - other.value, lead_stderr=spread)

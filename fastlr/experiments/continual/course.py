@@ -93,8 +93,21 @@ def _course_sheet(groups: Mapping[str, Sequence[ContinualRun]], measure: str) ->
         "tasks and seeds. seeds: the factor by which those of the last fifth lie apart, exp of "
         "the standard deviation of their logarithms."
     )
+    notes = (note, *_zeros(groups, measure))
     slug, title = f"course{measure.removeprefix(_REDUNDANCY)}", f"Over the run: {label(measure)}"
-    return Sheet(slug, title, columns, rows, (note,))
+    return Sheet(slug, title, columns, rows, notes)
+
+
+def _zeros(groups: Mapping[str, Sequence[ContinualRun]], measure: str) -> list[str]:
+    """Say at how many readings a measure is not above zero, which have no logarithm."""
+    told = []
+    for name, runs in groups.items():
+        values = np.concatenate([part for run in runs for part in ends(run.measure(measure))])
+        if (values <= 0).any():
+            told.append(f"{name} ({int((values <= 0).sum())} of {len(finite(values))})")
+    if not told:
+        return []
+    return [f"Zero at readings of both fifths, which are left out of LR: {', '.join(told)}."]
 
 
 def _accuracy_of_fifth(runs: Sequence[ContinualRun], end: int) -> float:

@@ -194,9 +194,13 @@ def _correlation_notes(
         "neighbouring tasks for independent; least: the smallest correlation that would be found "
         "with probability 80 % (two-sided test at 5 %).",
     ]
-    runs = len(known[0].per_run)
+    runs = max(len(c.per_run) for c in known)
     if runs > 1:
         notes.append(f"Mean over {runs} runs, weighted by tasks, resampled within runs.")
+    fewer = {label(c.measure): len(c.per_run) for c in known if len(c.per_run) < runs}
+    if fewer:
+        told = ", ".join(f"{name} ({count})" for name, count in fewer.items())
+        notes.append(f"Of fewer runs, as the others have no such correlation: {told}.")
     if kind == "semi-partial":
         notes.append(
             "A measure that is nearly a line in task number has a semi-partial correlation near "
@@ -367,7 +371,7 @@ def ablation_sheet(
             f"{a.identity:.4g}",
             f"{a.squared_error:.3g}",
             f"{a.mse:.3f}",
-            f"{a.ratio:.3g}",
+            shown(a.ratio, "{:.3g}"),
             str(a.n),
         )
         rows.append(row)

@@ -102,15 +102,27 @@ class MemorizationRun(RunFolder):
         return np.arange(1.0, len(losses) + 1), np.array([number(loss) for loss in losses])
 
     def late_gain(self) -> float:
-        """Return the bits gained per parameter over the last tenth of the epochs.
+        """Return the bits gained per parameter over the `late_epochs`.
 
-        It is taken between two records, and NaN with fewer than three records.
+        It is NaN with fewer than three records.
         """
         if len(self.records) < 3:
             return math.nan
-        epochs, bits = np.array(self.epochs), self.series("bits_per_parameter")
-        before = int(np.searchsorted(epochs, (1 - LATE) * epochs[-1], side="right")) - 1
-        return float(bits[-1] - bits[min(before, len(bits) - 2)])
+        bits = self.series("bits_per_parameter")
+        return float(bits[-1] - bits[self._late_from()])
+
+    @property
+    def late_epochs(self) -> int:
+        """The last epochs, of which `late_gain` is.
+
+        They are the last tenth, or, where no record is at its start, those since the record before.
+        """
+        return self.epochs[-1] - self.epochs[self._late_from()]
+
+    def _late_from(self) -> int:
+        """Return the place of the record with which the `late_epochs` begin."""
+        before = int(np.searchsorted(self.epochs, (1 - LATE) * self.epochs[-1], side="right")) - 1
+        return max(0, min(before, len(self.epochs) - 2))
 
 
 def read_memorization_runs(paths: Iterable[str | Path]) -> list[MemorizationRun]:

@@ -29,7 +29,12 @@ from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
-from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
+from fastlr.experiments.memorization.records import (
+    LATE,
+    MemorizationRun,
+    alike,
+    read_memorization_runs,
+)
 from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
 from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -135,8 +140,8 @@ def _numbers_of(run: MemorizationRun) -> dict[str, Any]:
 def findings(runs: Sequence[MemorizationRun]) -> list[str]:
     """Say how many bits per parameter the runs have memorised, beside the paper's figure.
 
-    Say also how much they gained in the last tenth of the epochs: whether they could take up more,
-    and where it is the labels that had no more.
+    Say also how much they gained in the last tenth of the epochs, as a mean over seeds: whether
+    they could take up more, and where it is the labels that had no more.
     """
     sentences = []
     for group in alike(runs):
@@ -148,13 +153,21 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
         gains = finite([run.late_gain() for run in group])
         late = ""
         if len(gains):
-            late = f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs"
+            late = f", {gains.mean():+.3f} of them in the {_late(first)}"
         conclusion = too_few(max(number(run.last.get("share_of_ceiling")) for run in group))
         sentences.append(
             f"{first.name}: {mean.value:.3f}{of_seeds} bits a parameter of {kind.label}{late}; "
             f"the paper has {kind.paper}{f'; {conclusion}' if conclusion else ''}."
         )
     return sentences
+
+
+def _late(run: MemorizationRun) -> str:
+    """Name the epochs of a run that count as its last."""
+    count, last = run.late_epochs, run.epochs[-1]
+    if math.isclose(count, LATE * last):
+        return "last tenth of the epochs"
+    return f"last {count} of {last} epochs"
 
 
 def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
@@ -195,6 +208,10 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
         "last tenth of the epochs; far from 0, the network has not taken up all that it could."
     )
+    others = [run for run in runs if math.isfinite(run.late_gain()) and "tenth" not in _late(run)]
+    if others:
+        told = ", ".join(f"{run.name}: {_late(run)}" for run in others)
+        notes.append(f"last 10 % is of more epochs where no record is at their start ({told}).")
     notes += [_beside_the_paper(group[0]) for group in groups]
     return Sheet("bits", "Bits memorised", columns, rows, notes)
 

@@ -23,7 +23,11 @@ from fastlr.experiments.continual import (
 )
 from fastlr.experiments.continual.association import METHODS, TRANSFORMS
 from fastlr.experiments.continual.findings import findings
-from fastlr.experiments.continual.tables import ablation_sheet, cost_sheet
+from fastlr.experiments.continual.tables import (
+    ablation_sheet,
+    correlation_sheets,
+    cost_sheet,
+)
 from fastlr.experiments.statistics.bootstrap import (
     block_length,
     block_weights,
@@ -302,6 +306,23 @@ def test_the_lead_of_local_redundancy_is_paired(tmp_path):
     assert all(math.isnan(c.lead) for c in alone)
 
 
+def test_what_was_measured_in_other_runs_is_not_compared(tmp_path):
+    left_out = ("train_grad_norm",), (), ("local_redundancy",)
+    runs = [
+        read_run(write_run(tmp_path / str(seed), 150, seed=seed, leave_out=names))
+        for seed, names in enumerate(left_out)
+    ]
+    found = correlations(runs, resamples=100)
+    runs_of = {c.measure: len(c.per_run) for c in found if not c.note}
+    assert runs_of["local_redundancy"] == runs_of["train_grad_norm"] == 2
+    assert all(math.isnan(c.lead) for c in found)
+    notes = correlation_sheets(found, "future accuracy")[0].notes
+    assert any("Mean over 3 runs" in note for note in notes)
+    assert any(
+        note.startswith("Of fewer runs") and "local redundancy (2), " in note for note in notes
+    )
+
+
 def test_short_runs_get_a_sentence(tmp_path):
     """Four blocks of 30 in a single run; three in each of several."""
     run = read_run(write_run(tmp_path / "run", 100))
@@ -516,6 +537,11 @@ def test_agreement_is_defined_as_it_says(tmp_path):
     assert [row[sheet.columns.index("MSE")] for row in sheet.rows] == [
         f"{a.squared_error:.3g}" for a in found.values()
     ]
+    lines = read_lines(tmp_path / "run")
+    lines[5]["measures"]["local_redundancy"]["value"] = 0.0
+    write_lines(tmp_path / "run", lines)
+    sheet = ablation_sheet(agreement([read_run(tmp_path / "run")], resamples=100))
+    assert sheet.rows[0][sheet.columns.index("x / y")] == "–"  # a zero has no geometric mean
     without = read_run(
         write_run(tmp_path / "without", 20, leave_out=("local_redundancy_next_task",))
     )

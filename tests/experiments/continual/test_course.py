@@ -5,12 +5,14 @@ The records are made up, so that both are known.
 
 import csv
 import math
+import shutil
 
 import numpy as np
 import pytest
 from continual_runs import GRID, read_lines, write_grid, write_lines, write_run
 
 from fastlr.experiments.continual import read_run, read_runs
+from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.findings import brief
 from fastlr.experiments.continual.interventions import INTERVENTIONS
 from fastlr.experiments.continual.options import COMPARED
@@ -44,6 +46,20 @@ def test_no_task_of_a_block_is_learned_from(tmp_path):
     write_lines(folder, lines)
     (found,) = predictions([read_run(folder)], resamples=200)
     assert found.gain < 0
+
+
+def test_readings_of_zero_are_told(grid, tmp_path):
+    """They have no logarithm; without them a network that has died looks alive."""
+    folder = tmp_path / "grid"
+    shutil.copytree(grid, folder)
+    lines = read_lines(folder / "way-3,seed-0")
+    for line in lines[-15:]:
+        line["measures"]["local_redundancy"]["value"] = 0.0
+    write_lines(folder / "way-3,seed-0", lines)
+    sheet, *_ = course_sheets(by_intervention(read_runs([folder])))
+    assert "left out of LR: way-3 (15 of 160)." in sheet.notes[-1]
+    (untouched, *_) = course_sheets(by_intervention(read_runs([grid])))
+    assert len(untouched.notes) == len(sheet.notes) - 1
 
 
 def test_a_measure_that_does_not_change_gains_nothing(tmp_path):

@@ -137,11 +137,21 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
     assert sentences[0].startswith(
         f"seeds/seed-0: {each.mean():.3f} ± {spread:.3f} over 3 seeds bits a parameter"
     )
+    gain = np.mean([(bits_of(40, seed) - bits_of(36, seed)) / PARAMETERS for seed in range(3)])
+    assert f", {gain:+.3f} of them in the last tenth of the epochs; the paper" in sentences[0]
     assert "one seed, so without an error" in sentences[1]
     assert "Not as in the paper, longer: epochs 60 for 1000; n 100 for 819200." in notes[-1]
     write_run(tmp_path / "again", seed=1)
     with refused(r"again and .*seed-1 have the same seed \(1\) .* no further evidence"):
         read_memorization_runs([tmp_path / "again", tmp_path / "seeds"])
+
+
+def test_more_than_a_tenth_of_the_epochs_is_not_called_one(tmp_path):
+    run = MemorizationRun.read(write_run(tmp_path / "run", epochs=10))
+    gain = (bits_of(10, 0) - bits_of(8, 0)) / PARAMETERS
+    assert (run.late_gain(), run.late_epochs) == (approx(gain), 2)
+    assert f", {gain:+.3f} of them in the last 2 of 10 epochs;" in findings([run])[0]
+    assert any("(run: last 2 of 10 epochs)" in note for note in bits_sheet([run]).notes)
 
 
 def test_a_run_that_has_taken_up_all_labels_concludes_that_they_were_too_few(tmp_path):
