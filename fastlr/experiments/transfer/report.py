@@ -112,7 +112,7 @@ def write_transfer_report(
 
 
 def findings(runs: Sequence[TransferRun]) -> list[str]:
-    """Say which strategy ended lowest, and how local redundancy compares with each other one.
+    """Say which strategies ended lowest, and how local redundancy compares with each other one.
 
     A comparison says whether the difference can be told from zero.
 
@@ -123,7 +123,8 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
         return ["No run has finished its fine-tuning yet: nothing can be told."]
     means = losses(runs)
     best = min(means, key=lambda name: means[name].value)
-    lowest = f"Lowest loss after fine-tuning: {strategy(best).label}, {means[best].value:.4f}"
+    ties = [strategy(name).label for name in means if means[name].value == means[best].value]
+    lowest = f"Lowest loss after fine-tuning: {', '.join(ties)}, {means[best].value:.4f}"
     if len(runs) == 1:
         return [f"{lowest}. That is one seed: what it shows cannot be told from chance."]
     sentences = [f"{lowest} ± {means[best].stderr:.4f} over {len(runs)} seeds."]
@@ -134,6 +135,9 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
         other, value = pair.second, pair.mean.value
         if pair.second == "local_redundancy":
             other, value = pair.first, -value
+        if pair.same == len(runs):
+            told["same"].append(strategy(other).label)
+            continue
         kind = "lower" if value < 0 else "higher"
         if pair.mean.low <= 0 <= pair.mean.high:
             kind = "not told"
@@ -142,6 +146,7 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
         "lower": "Picked by the largest local redundancy, the loss is lower than by: {}.",
         "higher": "Picked by the largest local redundancy, the loss is higher than by: {}.",
         "not told": "It cannot be told (at 95 %, paired by seed) from that by: {}.",
+        "same": "In every seed the largest local redundancy picked the same checkpoint as: {}.",
     }
     sentences += [texts[kind].format(", ".join(told[kind])) for kind in texts if told[kind]]
     return sentences

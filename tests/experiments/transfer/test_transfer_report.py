@@ -161,6 +161,19 @@ def test_findings_say_what_can_be_told_of_local_redundancy(study):
     assert "No run has finished" in findings([])[0]
 
 
+def test_strategies_that_pick_the_same_checkpoints_are_told_together(study):
+    runs = read_transfer_runs([study])
+    for run in runs:
+        run.picks = {name: run.picks["validation_loss"] for name in run.picks}
+    lowest, *told = findings(runs)
+    labels = ", ".join(STRATEGIES[name].label for name in STRATEGIES)
+    assert lowest.startswith(f"Lowest loss after fine-tuning: {labels}, ")
+    others = ", ".join(STRATEGIES[name].label for name in STRATEGIES if name != "local_redundancy")
+    assert told == [
+        f"In every seed the largest local redundancy picked the same checkpoint as: {others}."
+    ]
+
+
 def test_the_report(study, cli):
     out = cli(f"report {study}").out
     assert max(map(len, out.splitlines()[:-1])) <= 80
