@@ -146,7 +146,9 @@ def when_it_rang(runs: Sequence[ContinualRun]) -> str:
         return f"never, as {why_it_cannot_ring(runs[0])}"
     rung = [rings_in(run) for run in heard]
     if len(runs) > 1:
-        return f"in {sum(map(bool, rung))} of {counted(len(heard), 'run')}"
+        deaf = dict.fromkeys(filter(None, map(why_it_cannot_ring, runs)))
+        others = f" (in {len(runs) - len(heard)} more it cannot: {', '.join(deaf)})" if deaf else ""
+        return f"in {sum(map(bool, rung))} of {counted(len(heard), 'run')}{others}"
     after = ", ".join(str(task + 1) for task in rung[0])
     return f"after {after} tasks" if after else "not at all"
 

@@ -20,6 +20,7 @@ from fastlr.experiments.runs.records import (
     RunFolder,
     check_numbers,
     measured,
+    number,
     refuse_copies,
     refuse_mixtures,
     run_folders,
@@ -128,7 +129,7 @@ class TransferRun(RunFolder):
         return np.array(steps, dtype=float), losses.mean(0)
 
     def redundancy_points(self) -> tuple[Array, Array]:
-        """Every measurement of local redundancy: epochs passed (a fraction), and value."""
+        """Every measurement of local redundancy: epochs passed (a fraction), and value or NaN."""
         steps = self.untrained.get("steps_per_epoch", 1)
         points = [
             point
@@ -136,7 +137,7 @@ class TransferRun(RunFolder):
             for point in measured(record, "local_redundancy").get("points", [])
         ]
         epochs = np.array([point["step"] / steps for point in points])
-        return epochs, np.array([point["value"] for point in points])
+        return epochs, np.array([number(point["value"]) for point in points])
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ def test_the_alarm_rings_where_plasticity_is_lost_and_not_where_it_is_kept():
     assert f": after {rung[0] + 1}, " in told
     (told,) = alarms({"none": [run, run], "helped": [read_run(RUNS / "shrink-and-perturb")]})
     assert ": none: in 2 of 2 runs; helped: not at all. " in told
+    (told,) = alarms({"none": [run, cut("demo", 16)]})
+    assert ": in 1 of 1 run (in 1 more it cannot: it needs more than 16 tasks). " in told
 
 
 @mark.parametrize(

@@ -161,6 +161,16 @@ def test_findings_say_what_can_be_told_of_local_redundancy(study):
     assert "No run has finished" in findings([])[0]
 
 
+def test_a_measurement_without_a_value_is_not_drawn(tmp_path):
+    folder = write_run(tmp_path / "run", 0)
+    lines = read_lines(folder)
+    lines[2]["measures"]["local_redundancy"]["points"][0]["value"] = None
+    write_lines(folder, lines)
+    epochs, values = TransferRun.read(folder).redundancy_points()
+    assert (len(epochs), np.isnan(values).tolist()) == (4, [False, False, True, False])
+    assert (write_transfer_report([folder]).folder / "pretraining.png").exists()
+
+
 def test_strategies_that_pick_the_same_checkpoints_are_told_together(study):
     runs = read_transfer_runs([study])
     for run in runs:
