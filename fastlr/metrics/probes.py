@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -335,9 +336,9 @@ def _copy_of(original: ModelView, x: Any) -> nn.Module:
         with refusals(view, x):
             z = view.forward(copied(x))
         parameters = list(original.parameters.values())
-        reached = [None]
+        reached: Sequence[Tensor | None] = []
         if z.requires_grad:
-            reached = list(torch.autograd.grad(z.sum(), parameters, allow_unused=True))
+            reached = torch.autograd.grad(z.sum(), parameters, allow_unused=True)
     if any(gradient is not None for gradient in reached):
         raise ModelError(
             "a copy of the model still runs with the model's own parameters, which a function in "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -205,12 +205,7 @@ def correlations(
         for key, part in _one_run(runs[index], targets[index], names, span, weights, fewest):
             parts.setdefault(key, []).append(part)
     pooled = {key: _pooled(target, key, of_runs) for key, of_runs in parts.items()}
-    found = []
-    for key, entry in pooled.items():
-        leading = (_LEADER, *key[1:])
-        same_runs = leading in parts and _which(parts[leading]) == _which(parts[key])
-        found.append(_with_lead(pooled[leading] if same_runs else None, *entry))
-    return found
+    return [_with_lead(_leader_of(key, parts, pooled), *entry) for key, entry in pooled.items()]
 
 
 _Key = tuple[str, str, str, str]  # measure, kind, method, transform
@@ -301,6 +296,18 @@ def _why_none(x: Array, task: Array, partial: bool, fewest: int) -> str:
 def _which(of_runs: Sequence[_Part | str]) -> list[bool]:
     """Return which of the runs have a correlation."""
     return [isinstance(part, _Part) for part in of_runs]
+
+
+def _leader_of(
+    key: _Key,
+    parts: Mapping[_Key, Sequence[_Part | str]],
+    pooled: Mapping[_Key, tuple[Correlation, Array]],
+) -> tuple[Correlation, Array] | None:
+    """Return local redundancy's correlation beside that of a key; None if of other runs."""
+    leading = (_LEADER, *key[1:])
+    if leading not in parts or _which(parts[leading]) != _which(parts[key]):
+        return None
+    return pooled[leading]
 
 
 def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Correlation, Array]:
