@@ -48,6 +48,7 @@ from fastlr.ops.torch_private import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    untransformed,
 )
 
 # Nn.Module's own entries.
@@ -268,8 +269,7 @@ class _Uses(TorchFunctionMode):
             self.within = around
         if around is not None:
             around.note(within.used.values())
-        given = {t.grad_fn for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        seen = _nodes_above(given, [t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        seen = _nodes_between(_last_nodes(result), _last_nodes((args, kwargs)))
         hidden = [t for t in within.used.values() if failure or not _is_among(t, seen)]
         if hidden:
             names = [self.names.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in hidden]
@@ -339,14 +339,19 @@ def _requires_grad_here(t: Any) -> bool:
     return isinstance(t, Tensor) and not is_fake(t) and not is_transformed(t) and t.requires_grad
 
 
-def _nodes_above(ends: Collection[Any], tensors: Collection[Tensor]) -> set:
-    """Return the nodes of the graph of some tensors down to these ends, and the ends."""
-    stack, seen = [t.grad_fn for t in tensors], set[Any]()
+def _last_nodes(tensors: Any) -> set:
+    """Return the nodes that made some nested tensors, within a transform what it computes with."""
+    return {untransformed(t).grad_fn for t in tree_leaves(tensors) if isinstance(t, Tensor)}
+
+
+def _nodes_between(last: Collection[Any], first: Collection[Any]) -> set:
+    """Return the last nodes of a graph and those below them down to the first, these with them."""
+    stack, seen = list(last), set[Any]()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if node not in ends:
+            if node not in first:
                 stack += [child for child, _ in node.next_functions]
     return seen
 

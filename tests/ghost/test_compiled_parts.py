@@ -213,6 +213,27 @@ def test_what_is_used_again_below_an_operand_is_hidden_nevertheless():
         fastlr.per_sample_grad_sq_norms(model, torch.randn(5, 4), torch.ones(5, 4))
 
 
+def within_vmap(m, x):
+    def one(t):
+        return torch.cond(t.sum() > 0, lambda s: (m.a(s),), lambda s: (m.b(s).sin(),), (t,))[0]
+
+    return torch.vmap(one)(m.c(x)) + m.a(x)
+
+
+def test_a_branch_for_each_sample_within_vmap_is_measured():
+    """There torch runs both and selects, which autograd sees."""
+    model = branches(within_vmap).double()
+    x, v = torch.randn(2, 5, 4, dtype=torch.float64)
+
+    def both(m, x):
+        h = m.c(x)
+        return torch.where(h.sum(1, keepdim=True) > 0, m.a(h), m.b(h).sin()) + m.a(x)
+
+    plain = Written(both, a=model.a, b=model.b, c=model.c)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert_norms(got, truth(plain, (x,), v).norms, 1e-10, 1e-13)
+
+
 def test_a_branch_that_uses_no_parameter_is_measured():
     model = branches(
         lambda m, x: m.a(torch.cond(m.switch, lambda t: t.sin(), lambda t: t.cos(), (x,)))
