@@ -11,7 +11,7 @@ their classes. What cannot be seen (what the functions called by a forward pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -48,6 +48,7 @@ from fastlr.ops.torch_private import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    untransformed,
 )
 
 # Nn.Module's own entries.
@@ -227,6 +228,7 @@ class _Uses(TorchFunctionMode):
         self.statistics, self.others = set[int](), set[int]()
         self.hooked = False
         self.names = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+        self.within: _UsesWithin | None = None  # of the operator whose functions run now
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
@@ -253,14 +255,21 @@ class _Uses(TorchFunctionMode):
             HiddenParameterError: they use tensors that it was not given, so that autograd does not
                 see them. Compiled, it would be given them; fastlr runs it as it was written.
         """
-        within = _UsesWithin(tree_leaves((args, kwargs)))
+        around, within = self.within, _UsesWithin(self)
         result, failure = None, None
         watched_args, watched_kwargs = tree_map(within.watched, (args, kwargs))
         try:
+            self.within = within
             result = func(*watched_args, **watched_kwargs)
+        except HiddenParameterError:  # of an operator that one of the functions calls
+            raise
         except Exception as error:  # some refuse such tensors, each in its own words
             failure = error
-        seen = _nodes_below([t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        finally:
+            self.within = around
+        if around is not None:
+            around.note(within.used.values())
+        seen = _nodes_between(_last_nodes(result), _last_nodes((args, kwargs)))
         hidden = [t for t in within.used.values() if failure or not _is_among(t, seen)]
         if hidden:
             names = [self.names.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in hidden]
@@ -276,51 +285,74 @@ class _Uses(TorchFunctionMode):
 
 
 class _UsesWithin(TorchFunctionMode):
-    """Records which tensors that require grad functions use that were given others.
+    """Records which tensors that require grad an operator's functions use from outside.
+
+    From outside are those that they are not handed and do not make themselves.
 
     Attributes:
         used: those tensors, by id.
     """
 
-    def __init__(self, given: Collection[Any]) -> None:
+    def __init__(self, uses: _Uses) -> None:
         super().__init__()
-        self.given, self.used = frozenset(map(id, given)), dict[int, Tensor]()
+        # Tensors that are handed or made are kept: another one could get the id of one that is not.
+        self.uses, self.own, self.used = uses, dict[int, Tensor](), dict[int, Tensor]()
 
     def watched(self, given: Any) -> Any:
-        """Return what an operator is given; a function so that it is watched while it runs."""
+        """Return what an operator is given; a function so that it is watched while it runs.
+
+        Whatever else is recorded of a forward pass is recorded there, too.
+        """
         if not callable(given) or isinstance(given, (Tensor, type)):
             return given
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            self._keep((args, kwargs))
+            with self.uses, self:
                 return given(*args, **kwargs)
 
         return run
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Record those of some tensors that are from outside."""
+        for t in tensors:
+            if id(t) not in self.own and _requires_grad_here(t):
+                self.used[id(t)] = t
+
+    def _keep(self, tensors: Any) -> None:
+        self.own |= {id(t): t for t in tree_leaves(tensors) if _requires_grad_here(t)}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
-        if func not in METADATA:
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Tensor) and id(t) not in self.given and _is_from_outside(t):
-                    self.used[id(t)] = t
-        return func(*args, **kwargs)
+        if func in METADATA:
+            return func(*args, **kwargs)
+        self.note(tree_leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        self._keep(result)
+        return result
 
 
-def _is_from_outside(t: Tensor) -> bool:
-    """Return True if a tensor requires grad and is none that a transform or a tracer has made."""
-    return not is_fake(t) and not is_transformed(t) and t.requires_grad
+def _requires_grad_here(t: Any) -> bool:
+    """Return True for a tensor that requires grad and that no transform or tracer has made."""
+    return isinstance(t, Tensor) and not is_fake(t) and not is_transformed(t) and t.requires_grad
 
 
-def _nodes_below(tensors: Collection[Tensor]) -> set:
-    """Return all nodes of the graph below some tensors."""
-    stack, seen = [t.grad_fn for t in tensors], set[Any]()
+def _last_nodes(tensors: Any) -> set:
+    """Return the nodes that made some nested tensors, within a transform what it computes with."""
+    return {untransformed(t).grad_fn for t in tree_leaves(tensors) if isinstance(t, Tensor)}
+
+
+def _nodes_between(last: Collection[Any], first: Collection[Any]) -> set:
+    """Return the last nodes of a graph and those below them down to the first, these with them."""
+    stack, seen = list(last), set[Any]()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            stack += [child for child, _ in node.next_functions]
+            if node not in first:
+                stack += [child for child, _ in node.next_functions]
     return seen
 
 

@@ -123,6 +123,13 @@ def is_transformed(tensor: Tensor) -> bool:
     return _get("_C._functorch.is_functorch_wrapped_tensor")(tensor)
 
 
+def untransformed(tensor: Tensor) -> Tensor:
+    """Return the tensor that such transforms compute with, whose graph is that outside of them."""
+    while is_transformed(tensor):
+        tensor = _get("_C._functorch.get_unwrapped")(tensor)
+    return tensor
+
+
 def modes_without_values() -> list[str]:
     """Return the names of torch's modes here in which tensors stand for values, or are traced."""
     modes = _get("utils._python_dispatch._get_current_dispatch_mode_stack")()

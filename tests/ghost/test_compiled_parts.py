@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from exact import assert_norms, truth
 from single_samples import Written
 from torch import nn
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 import fastlr
@@ -176,6 +178,60 @@ def test_what_a_branch_uses_without_being_given_it_is_refused(function):
     torch.compile(layers(), backend=BACKEND)  # so that the compiler is imported
     with pytest.raises(HiddenParameterError, match=r"cond.*parameter a.weight.*plain Python"):
         fastlr.per_sample_grad_sq_norms(branches(function), torch.randn(5, 4), torch.ones(5, 4))
+
+
+def one_by_one(function, x):
+    return torch_map(function, x)
+
+
+def repeated(function, x):
+    zero = torch.zeros((), dtype=torch.long)
+    return while_loop(lambda i, t: i < 2, lambda i, t: (i + 1, function(t)), (zero, x))[1]
+
+
+def chosen(function, x):
+    return torch.cond(torch.tensor(True), lambda t: (function(t),), lambda t: (t.cos(),), (x,))[0]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(one_by_one, chosen), (repeated, one_by_one), (chosen, repeated)]
+)
+def test_what_an_operator_within_another_uses_without_being_given_it_is_refused(outer, inner):
+    """It was left out without a word: an operator's own functions alone were looked at."""
+    model = branches(lambda m, x: outer(lambda t: inner(m.a, t), x) + m.a(x))
+    with pytest.raises(HiddenParameterError, match=r"parameter a.weight.*plain Python"):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(5, 4), torch.ones(5, 4))
+
+
+def test_what_is_used_again_below_an_operand_is_hidden_nevertheless():
+    """Autograd sees the layer before the operator, and not that within.
+
+    The rows that the operator hands the function are no tensors from outside.
+    """
+    model = branches(lambda m, x: torch.stack(tuple(torch_map(m.a, m.a(x)))))
+    with pytest.raises(HiddenParameterError, match=r"map.*\(parameter a.weight"):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(5, 4), torch.ones(5, 4))
+
+
+def within_vmap(m, x):
+    def one(t):
+        return torch.cond(t.sum() > 0, lambda s: (m.a(s),), lambda s: (m.b(s).sin(),), (t,))[0]
+
+    return torch.vmap(one)(m.c(x)) + m.a(x)
+
+
+def test_a_branch_for_each_sample_within_vmap_is_measured():
+    """There torch runs both and selects, which autograd sees."""
+    model = branches(within_vmap).double()
+    x, v = torch.randn(2, 5, 4, dtype=torch.float64)
+
+    def both(m, x):
+        h = m.c(x)
+        return torch.where(h.sum(1, keepdim=True) > 0, m.a(h), m.b(h).sin()) + m.a(x)
+
+    plain = Written(both, a=model.a, b=model.b, c=model.c)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert_norms(got, truth(plain, (x,), v).norms, 1e-10, 1e-13)
 
 
 def test_a_branch_that_uses_no_parameter_is_measured():
