@@ -25,6 +25,7 @@ from fastlr.ghost.auditor import (
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.batch import along, copied, times_written
 from fastlr.ghost.cotangents import Cotangent, Pass, passes
+from fastlr.ghost.first_pass import observed
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, walk
@@ -334,9 +335,7 @@ class Engine:
         known = self.known.by_flags.get(flags)
         if known is None:
             given = copied(x)
-            statistics, hooks_tensors = program.observed(
-                self.model, lambda: self.view.forward(given)
-            )
+            statistics, hooks_tensors = observed(self.model, lambda: self.view.forward(given))
             known = KnownFlags(flags, statistics, hooks_tensors)
             self.known.by_flags.put(flags, known)
         return known

@@ -17,7 +17,8 @@ from torch import nn
 from trust_state import Mode, Slotted
 
 from fastlr.ghost import program, tokens
-from fastlr.ghost.program import fingerprint, function_key, inputs_token, observed
+from fastlr.ghost.first_pass import observed
+from fastlr.ghost.program import fingerprint, function_key, inputs_token
 
 ALPHA = 0.0
 SETTINGS = types.SimpleNamespace(alpha=0.0)
