@@ -75,7 +75,7 @@ def test_example(name, fewer, tmp_path, monkeypatch, capfd):
 @mark.filterwarnings("ignore")
 def test_warm_start_goes_on(tmp_path, monkeypatch, capfd):
     """What is recorded is not run again; what was lost is, with the same result."""
-    example = "warm_start", tmp_path, monkeypatch, capfd
+    example = "warm_start", ("", ""), tmp_path, monkeypatch, capfd
     test_example(*example)
     record = Path("warm-start.jsonl")
     runs = record.read_text()
