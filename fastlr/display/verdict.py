@@ -258,9 +258,10 @@ def _belief(
         return f"{course} all the same: believe it{then}; a value not seen to fall is no proof."
     if accuracy.moved >= 0 and moved < 0:
         return f"{course}: believe accuracy, nothing is lost yet."
-    if moved == accuracy.moved:
-        return f"{course}, as the value did: believe accuracy." if moved else f"{course}."
-    return f"{course}: believe accuracy." if moved else f"{course}."
+    if not moved:
+        return f"{course}."
+    as_the_value = ", as the value did" if moved == accuracy.moved else ""
+    return f"{course}{as_the_value}: believe accuracy."
 
 
 def _without_accuracy(own: Change | None, on_own: bool) -> str:

@@ -119,6 +119,11 @@ class MemorizationRun(RunFolder):
         """
         return self.epochs[-1] - self.epochs[self._late_from()]
 
+    @property
+    def late_is_a_tenth(self) -> bool:
+        """True if the `late_epochs` are the last tenth of all epochs."""
+        return math.isclose(self.late_epochs, LATE * self.epochs[-1])
+
     def _late_from(self) -> int:
         """Return the place of the record with which the `late_epochs` begin."""
         before = int(np.searchsorted(self.epochs, (1 - LATE) * self.epochs[-1], side="right")) - 1

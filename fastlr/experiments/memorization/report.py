@@ -29,12 +29,7 @@ from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
-from fastlr.experiments.memorization.records import (
-    LATE,
-    MemorizationRun,
-    alike,
-    read_memorization_runs,
-)
+from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
 from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
 from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -164,10 +159,9 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
 
 def _late(run: MemorizationRun) -> str:
     """Name the epochs of a run that count as its last."""
-    count, last = run.late_epochs, run.epochs[-1]
-    if math.isclose(count, LATE * last):
+    if run.late_is_a_tenth:
         return "last tenth of the epochs"
-    return f"last {count} of {last} epochs"
+    return f"last {run.late_epochs} of {run.epochs[-1]} epochs"
 
 
 def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
@@ -208,7 +202,7 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
         "last tenth of the epochs; far from 0, the network has not taken up all that it could."
     )
-    others = [run for run in runs if math.isfinite(run.late_gain()) and "tenth" not in _late(run)]
+    others = [run for run in runs if math.isfinite(run.late_gain()) and not run.late_is_a_tenth]
     if others:
         told = ", ".join(f"{run.name}: {_late(run)}" for run in others)
         notes.append(f"last 10 % is of more epochs where no record is at their start ({told}).")
