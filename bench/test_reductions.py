@@ -177,9 +177,8 @@ def test_reductions(
         largest = 1 << 13
 
     def world() -> list[dict[str, Any]]:
-        return good(
-            run_ranks(ranks, measure, device.type, largest, rounds, limit=3000, backend=backend)
-        )
+        given = device.type, largest, rounds
+        return good(run_ranks(ranks, measure, *given, limit=3000, backend=backend, on_gpu=gpu))
 
     results = benchmark.pedantic(world, rounds=1)
     assert not any(result["wrong"] for result in results), results[0]["wrong"]

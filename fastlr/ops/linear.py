@@ -216,7 +216,8 @@ def channel_sums(
 ) -> tuple[Tensor, Tensor]:  # [B, C], [B, C]
     """See fastlr.ops.reference.norms.channel_sums.
 
-    Both sums are made in one pass, by the backward of a batch norm that only centres.
+    Both sums are made in one pass, by the backward of a batch norm that only centres. Where it has
+    the mean and the scale differs by device: they are given as running and as saved statistics.
     """
     x, g = raised(x), raised(g)
     count, images, channels = x.shape[:3]
@@ -235,7 +236,7 @@ def channel_sums(
     )
     flat = (t.reshape(1, count * channels, -1) for t in (g, x))
     _, gx, gs = torch.ops.aten.native_batch_norm_backward(
-        *flat, one, centre, one, None, None, False, 0.0, [False, True, True]
+        *flat, one, centre, one, centre, one, False, 0.0, [False, True, True]
     )
     return gx.view(count, channels), gs.view(count, channels)
 

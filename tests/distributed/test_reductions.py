@@ -35,7 +35,9 @@ def test_all_checks(ranks, prefer, device):
     """One world of processes for all of them; on GPUs, which they may share, by CUDA IPC."""
     before = left_behind()
     buffer_bytes = 1 << 16 if device == "cpu" else None
-    results = good(run_ranks(ranks, work.all_checks, prefer, device, buffer_bytes, limit=300))
+    given = prefer, device, buffer_bytes
+    on_gpu = device == "cuda"
+    results = good(run_ranks(ranks, work.all_checks, *given, limit=300, on_gpu=on_gpu))
     assert left_behind() == before
     assert {each["route"][0] for each in results} == {prefer}
     assert len({each["route"] for each in results}) == 1

@@ -246,5 +246,5 @@ def test_torchrun_itself(nets):
 
 @needs_gpu
 def test_on_gpus():
-    for got, want in good(run_ranks(2, work.estimates_on_gpu, limit=300)):
+    for got, want in good(run_ranks(2, work.estimates_on_gpu, limit=300, on_gpu=True)):
         assert got == approx(want, rel=1e-5)

@@ -53,7 +53,7 @@ class Ended(Exception):
     """A process ended without a result."""
 
 
-def run_ranks(size, function, *args, limit=LIMIT, backend="gloo"):
+def run_ranks(size, function, *args, limit=LIMIT, backend="gloo", on_gpu=False):
     """Return ``function(rank, *args)`` of every rank, or in its place what it raised, or `Ended`.
 
     Args:
@@ -62,8 +62,9 @@ def run_ranks(size, function, *args, limit=LIMIT, backend="gloo"):
         *args: for the function.
         limit: seconds; processes that are still there are killed, and AssertionError is raised.
         backend: of the process group that is made; None for no group.
+        on_gpu: the ranks use CUDA, which does not survive a fork: each process starts anew.
     """
-    context = fork_server()
+    context = multiprocessing.get_context("spawn") if on_gpu else fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):
