@@ -2,8 +2,9 @@
 
 A pass over the first chunk in which plain torch serves every op notes the launches. It has an
 engine of its own, so that nothing proven, compared or measured by it is known of the model, and
-it happens once a machine for a model and a size of chunk: a mark beside the kept comparisons says
-that it was done.
+it happens once a machine for a model: a mark beside the kept comparisons says that it was done.
+Chunks of other sizes launch the same but for a few kernels, which their launches compile: of 89 of
+MobileNetV3-Large's, 1,000 images have 5 that 4 images have not.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class Ahead:
 
     def __init__(self, passes: Passes) -> None:
         self._of_the_estimate = passes
-        self._own: Passes | None = None
-        self._sizes: set[int] = set()  # of chunks that were asked for
+        self._asked = False
         self.told = False
 
     def compile(self, start: int, stop: int) -> None:
@@ -45,21 +45,21 @@ class Ahead:
 
         Nothing depends on it: what is not compiled here is compiled when it is launched.
         """
-        if stop - start in self._sizes:
+        if self._asked:
             return
-        self._sizes.add(stop - start)
+        self._asked = True
         target = self._target()
         if target is None:
             return
         # The estimate itself says what is wrong, and draws what it would have drawn.
         with suppress(Exception), quiet_rng(self._of_the_estimate.view.device):
-            mark = self._mark(stop - start)
+            mark = self._mark()
             if mark is None or mark.exists():
                 return
-            launches = self._launches(start, stop)
-            text = f"fastlr: compiling {len(launches)} kernels, once a machine"
-            with late_line(text, self.told):
-                complete = compile_ahead.compile_side_by_side(launches, target)
+            with late_line("fastlr: compiling kernels, once a machine", self.told):
+                complete = compile_ahead.compile_side_by_side(
+                    lambda: self._launches(start, stop), target
+                )
             if complete:
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.touch()
@@ -72,8 +72,8 @@ class Ahead:
         major, minor = torch.cuda.get_device_capability(view.device)
         return Architecture("cuda", 10 * major + minor, 32)
 
-    def _mark(self, size: int) -> Path | None:
-        """Return the file that says that a chunk of this size was compiled for; None for nowhere.
+    def _mark(self) -> Path | None:
+        """Return the file that says that the model was compiled for; None for nowhere.
 
         Its name tells the model by its parameters and the inputs by their shapes.
         """
@@ -84,20 +84,18 @@ class Ahead:
             return None
         tensors = list(passes.engine.view.module.parameters()) + tree_leaves(passes.inputs(0, 1))
         layouts = [(t.dtype, t.shape, t.stride()) for t in tensors if isinstance(t, Tensor)]
-        told = repr((key, layouts, passes.options.dtype, passes.options.probe, size))
+        told = repr((key, layouts, passes.options.dtype, passes.options.probe))
         return folder / f"compiled-{kept_comparisons.digest(told)[:32]}"
 
     def _launches(self, start: int, stop: int) -> list[Launch]:
         """Return what a chunk of these inputs launches, one for each compiled variant."""
-        if self._own is None:
-            passes = self._of_the_estimate
-            self._own = Passes(passes.options, passes.view)
-            self._own.engine = Engine(passes.view)
+        own = Passes(self._of_the_estimate.options, self._of_the_estimate.view)
+        own.engine = Engine(own.view)
         launches, note = compile_ahead.noted()
         try:
             with warnings_ignored(), ops.noting_launches(note):
-                self._own.norms(start, stop)
+                own.norms(start, stop)
         finally:
-            if self._own.view.device.type == "cuda":
+            if own.view.device.type == "cuda":
                 torch.cuda.empty_cache()  # plain torch takes more than kernels do
         return list(launches.values())

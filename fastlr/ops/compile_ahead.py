@@ -98,46 +98,60 @@ def processes() -> int:
     return max(1, min(MOST_PROCESSES, (available or 1) // ranks))
 
 
-def compile_side_by_side(launches: list[Launch], target: Architecture) -> bool:
-    """Compile the variants of kernels that these launches need, into Triton's cache on disk.
+def compile_side_by_side(noting: Callable[[], list[Launch]], target: Architecture) -> bool:
+    """Compile the variants of kernels that launches need, into Triton's cache on disk.
+
+    The processes import what they need while ``noting`` finds the launches.
 
     Returns True if all of them were compiled. In a program packed with its Python none are: there
     is no interpreter to start, and what would start is the program itself.
     """
     if getattr(sys, "frozen", False):
         return False
-    count = min(processes(), len(launches))
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["FASTLR_CACHE"] = "0"  # whatever starts compiles nothing ahead itself
-    command = [sys.executable, "-c", _STARTED]
-    started = []
-    for first in range(count):
-        given = pickle.dumps(sys.path) + pickle.dumps((launches[first::count], target))
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        started.append((process, given))
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        for process, given in started:
-            assert process.stdin is not None
-            process.stdin.write(given)
-            process.stdin.close()
-        return [process.wait() for process, _ in started] == [0] * count
+        for _ in range(processes()):
+            started.append(_start())
+        launches = noting()
+        for first, process in enumerate(started):
+            _give(process, (launches[first :: len(started)], target))
+        return [process.wait() for process in started] == [0] * len(started)
     except BrokenPipeError:  # one has ended before it read: the launches compile
         return False
     finally:
-        for process, _ in started:
+        for process in started:
             process.kill()
             process.wait()
 
 
+def _start() -> subprocess.Popen[bytes]:
+    """Start a process that imports what compiles, and waits for its launches."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["FASTLR_CACHE"] = "0"  # whatever starts compiles nothing ahead itself
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTED],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(sys.path))
+    process.stdin.flush()
+    return process
+
+
+def _give(process: subprocess.Popen[bytes], work: tuple[list[Launch], Architecture]) -> None:
+    """Give a process its launches, and nothing more."""
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(work))
+    process.stdin.close()
+
+
 def main() -> None:
     """Compile the launches on standard input; the exit code is 1 if any of them failed."""
+    import_module("fastlr.kernels.launching")  # with Triton, while the launches are being noted
     launches, target = pickle.load(sys.stdin.buffer)
     sys.exit(not all([compiled(launch, target) for launch in launches]))
 
