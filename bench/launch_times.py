@@ -1,0 +1,175 @@
+"""The whole estimate on a GPU: beside plain passes, and where its time goes, kernel by kernel.
+
+    python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--rounds 10]
+                                 [--record FOLDER] [--commit ID]
+
+Of each network the norms are first held to float64. Then plain passes and estimates over the same
+images take turns, as in ``bench/test_estimate.py``, and one estimate more is traced: every kernel
+that ran, and how long. What plain is, and in which mode the estimate runs, is said there.
+
+Writes ``<network>-<precision>.json`` to the folder, and prints the kernels that took longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from bench.cases import MAIN
+from bench.paired import Work, ratios
+from bench.test_estimate import estimate_pair
+from fastlr.display.record import machine, write_json
+from fastlr.experiments.runs.folder import commit_of_source
+
+SAMPLES = 64  # whose norms are held to float64
+SIZE = 224
+SHOWN = 24  # kernels
+
+
+class Launch(NamedTuple):
+    """A kernel, or a copy, that the GPU ran: its name, and when it began and ended, in us."""
+
+    name: str
+    begun: float
+    ended: float
+
+
+def seconds_of(function: Any) -> float:
+    """Seconds of a call, with all that it has the GPU do."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def traced(function: Any) -> list[Launch]:
+    """Call a function and return what the GPU ran for it, in order."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        function()
+        torch.cuda.synchronize()
+    on_gpu = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [Launch(e.name, e.time_range.start, e.time_range.end) for e in on_gpu]
+    return sorted(ran, key=lambda launch: launch.begun)
+
+
+def by_kernel(launches: list[Launch]) -> dict[str, tuple[int, float]]:
+    """Return how often each kernel ran and its milliseconds, the longest first."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for launch in launches:
+        sums[launch.name].append((launch.ended - launch.begun) / 1e3)
+    found = {name: (len(each), sum(each)) for name, each in sums.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def copy_bandwidth() -> float:
+    """Return the bytes read and written a second by a copy of 4 GiB."""
+    source = torch.randint(255, (1 << 32,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
+
+
+def measured(name: str, precision: str, n: int, rounds: int) -> dict[str, Any]:
+    """Return the record of one network.
+
+    Raises:
+        paired.Wrong: its norms are not the truth's, or it does not run as a replayed CUDA graph.
+    """
+    begun = time.perf_counter()
+    work: Work = estimate_pair(
+        name, precision, "default", n, SIZE, min(n, SAMPLES), torch.device("cuda")
+    )
+    first = seconds_of(work.run)
+    facts = dict(work.check())  # two estimates more, by which the chunk is captured
+    seconds_of(work.plain)
+    until_timed = time.perf_counter() - begun
+    pairs = [(seconds_of(work.plain), seconds_of(work.run)) for _ in range(rounds)]
+    plain, own = zip(*pairs, strict=True)
+    launches = traced(work.run)
+    start = launches[0].begun
+    return {
+        "network": name,
+        "precision": precision,
+        **facts,
+        "seconds_of_the_first_estimate": first,
+        "seconds_until_timed": until_timed,
+        **ratios(list(own), list(plain)),
+        "own_seconds": own,
+        "each_plain_seconds": plain,
+        "milliseconds_of_kernels": sum(ms for _, ms in by_kernel(launches).values()),
+        "milliseconds_from_first_to_last": (launches[-1].ended - start) / 1e3,
+        "launches": [
+            [launch.name, round(launch.begun - start, 3), round(launch.ended - launch.begun, 3)]
+            for launch in launches
+        ],
+    }
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """Print a record: the times, and the kernels that took longest."""
+    console.print(
+        f"{record['network']}, {record['precision']}, n = {record['n']}, chunks of "
+        f"{record['chunk']}: {1e3 * record['seconds']:.1f} ms, plain "
+        f"{1e3 * record['plain_seconds']:.1f} ms, ratio {record['ratio']:.3f}; first estimate "
+        f"{record['seconds_of_the_first_estimate']:.1f} s; kernels "
+        f"{record['milliseconds_of_kernels']:.1f} ms within "
+        f"{record['milliseconds_from_first_to_last']:.1f} ms; norms off by "
+        f"{record['deviation_rms']:.2g} (torch's own {record['torch_deviation_rms']:.2g})"
+    )
+    table = Table("kernel", "launches", "ms", box=None, pad_edge=False)
+    launches = [Launch(name, begun, begun + took) for name, begun, took in record["launches"]]
+    for name, (count, ms) in list(by_kernel(launches).items())[:SHOWN]:
+        table.add_row(name[:60], str(count), f"{ms:.2f}")
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the networks, one after the other; see the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.launch_times", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("networks", nargs="*", default=[MAIN])
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("-n", type=int, default=5000)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--record", type=Path, default=Path("bench/results/gpu"))
+    parser.add_argument("--commit", default=commit_of_source())
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("error: torch finds no GPU here", file=sys.stderr)
+        return 2
+    console = Console()
+    args.record.mkdir(parents=True, exist_ok=True)
+    made_by = {
+        "command": f"python -m bench.launch_times {' '.join(arguments or sys.argv[1:])}",
+        "machine": machine(torch.device("cuda")),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+        },
+        "commit": args.commit,
+        "copy_bytes_per_second": copy_bandwidth(),
+    }
+    for name in args.networks:
+        record = made_by | measured(name, args.precision, args.n, args.rounds)
+        path = args.record / f"{name}-{args.precision.replace(' ', '-')}.json"
+        write_json(path, record)
+        show(record, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
