@@ -252,7 +252,8 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
             form = "window" if window else "plain"
             if packed:
                 form = "packed"
-            for outputs, columns, rows, num_warps, num_stages in sorted(tiles):
+            for tile in sorted(tiles):
+                outputs, columns, rows, num_warps, num_stages = tile
                 constants = ones | {
                     "X_PLAIN": not window,
                     "G_PLAIN": not window or bool(ones),
@@ -267,6 +268,7 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
                 }
                 label = f"{form}{'_folded' if folded else ''}[{short},{layout},{outputs}x{columns}]"
                 how = {"num_warps": num_warps, "num_stages": num_stages}
+                how["maxnreg"] = product_norms.most_registers(tile, folded)
                 yield variant(label, product_norms.product_norms_kernel, kinds, constants, **how)
 
 

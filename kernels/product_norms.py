@@ -21,7 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import launch, merged, multiple, on_device, workspace
+from fastlr.kernels.launching import (
+    architecture,
+    launch,
+    merged,
+    multiple,
+    on_device,
+    workspace,
+)
 
 
 class Tile(NamedTuple):
@@ -208,6 +215,7 @@ def product_norms_kernel(
     first_row = tap // kernel_width * dilation_h - padding_h
     first_column = tap % kernel_width * dilation_w - padding_w
 
+    ONWARD: tl.constexpr = PACKED or X_LAST  # with single elements loaded, it would spill
     product = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
     total = tl.zeros([OUTPUTS, ROWS if PACKED else 1], tl.float32)
     first = tl.arange(0, ROWS)
@@ -216,7 +224,7 @@ def product_norms_kernel(
     for start in range(0, rows, ROWS):
         t = start + first
         exists = t < rows
-        if not PACKED:
+        if not ONWARD:
             image, place = t // positions, t % positions
             y_out, x_out = place // out_width, place % out_width
         if X_PLAIN:
@@ -249,7 +257,7 @@ def product_norms_kernel(
                     total += g_tile.to(tl.float32)
                 else:
                     total += tl.sum(g_tile.to(tl.float32), 1, keep_dims=True)
-        if PACKED:  # on by ROWS positions, with carries in place of divisions
+        if ONWARD:  # by ROWS positions, with carries in place of divisions
             x_out += ROWS % out_width
             y_out += ROWS % positions // out_width + (x_out >= out_width)
             x_out -= tl.where(x_out >= out_width, out_width, 0)
@@ -281,8 +289,10 @@ def choose_tile(
     """Block sizes for a weight gradient of this shape: a side that fits one tile is read once only.
 
     Tiles are smaller where registers are short: float32 products run on the ordinary units, whose
-    operands take them; loads of single elements cannot be sent past them; the folded form holds a
-    tile of the weight at the end. Packed ones gather single elements: few warps, each many at once.
+    operands take them; loads of single elements cannot be sent past them. The folded form holds a
+    tile of the weight at the end, and does much beside its products: four programs of four warps on
+    a multiprocessor wait less than one of eight (see `most_registers`). Packed ones gather single
+    elements: few warps, each many at once.
     """
     across, along = _side(outputs), _side(columns)
     if packed or dtype == torch.float32:
@@ -290,12 +300,25 @@ def choose_tile(
         if dtype == torch.float32:
             return Tile(side, side, 16, 8, 2 if packed else 3)
         return Tile(16 if outputs <= 16 else side, side, 2048 // side, side // 8, 3)
-    if across == along == 128 and (folded or not vector):
+    if folded:
+        across, along = min(64, across), min(64, along)
+    elif across == along == 128 and not vector:
         across = 64
     if not vector:
         return Tile(max(across, 64), max(along, 64), 16 if folded else 32, 8, 3)
-    most = 4096 if folded else 8192  # elements for four warps
-    return Tile(across, along, 64, 8 if across * along > most else 4, 3)
+    return Tile(across, along, 64, 8 if across * along > 8192 else 4, 3)
+
+
+def most_registers(tile: Tile, folded: bool) -> int | None:
+    """Return the registers a thread of the folded form's largest tile of four warps; None: ptxas'.
+
+    With 128 there are four programs on a multiprocessor, with the 158 that ptxas takes three; for
+    compute capability 8.0 they would spill. On an H200 such a form took 0.9 of the time that its
+    instructions predict, and one of eight warps, alone on a multiprocessor, 2.6 times that
+    (bench/results/h200).
+    """
+    is_largest = tile.outputs == tile.columns == 64 and tile.num_warps == 4
+    return 128 if folded and is_largest and not architecture().startswith("8.") else None
 
 
 def _side(n: int) -> int:
@@ -416,5 +439,6 @@ def product_norms(
             ROWS=tile.rows,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=most_registers(tile, folded is not None),
         )
     return squares.view(sizes.count, -1), inner, sums
