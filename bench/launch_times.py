@@ -1,18 +1,21 @@
 """The whole estimate on a GPU: beside plain passes, and where its time goes, kernel by kernel.
 
-    python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--rounds 10]
-                                 [--record FOLDER] [--commit ID]
+    python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--chunk 1000]
+                                 [--rounds 10] [--record FOLDER] [--commit ID]
 
 Of each network the norms are first held to float64. Then plain passes and estimates over the same
 images take turns, as in ``bench/test_estimate.py``, and one estimate more is traced: every kernel
 that ran, and how long. What plain is, and in which mode the estimate runs, is said there.
 
-Writes ``<network>-<precision>.json`` to the folder, and prints the kernels that took longest.
+Writes ``<network>-<precision>.json`` to the folder, and prints the kernels that took longest. A
+launch there is the number of its kernel among ``kernels``, when it began and how long it took, in
+microseconds. `bench.beside_prediction` sets such a record beside what `bench.traffic` predicts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import defaultdict
@@ -28,8 +31,9 @@ from torch.profiler import ProfilerActivity, profile
 from bench.cases import MAIN
 from bench.paired import Work, ratios
 from bench.test_estimate import estimate_pair
-from fastlr.display.record import machine, write_json
+from fastlr.display.record import finite, machine
 from fastlr.experiments.runs.folder import commit_of_source
+from fastlr.files import write_text
 
 SAMPLES = 64  # whose norms are held to float64
 SIZE = 224
@@ -81,15 +85,16 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
 
 
-def measured(name: str, precision: str, n: int, rounds: int) -> dict[str, Any]:
-    """Return the record of one network.
+def measured(name: str, precision: str, n: int, chunk: int | None, rounds: int) -> dict[str, Any]:
+    """Return the record of one network, in chunks of this size or as many as fit.
 
     Raises:
         paired.Wrong: its norms are not the truth's, or it does not run as a replayed CUDA graph.
     """
     begun = time.perf_counter()
+    device = torch.device("cuda")
     work: Work = estimate_pair(
-        name, precision, "default", n, SIZE, min(n, SAMPLES), torch.device("cuda")
+        name, precision, "default", n, SIZE, min(n, SAMPLES), device, chunk=chunk
     )
     first = seconds_of(work.run)
     facts = dict(work.check())  # two estimates more, by which the chunk is captured
@@ -99,6 +104,7 @@ def measured(name: str, precision: str, n: int, rounds: int) -> dict[str, Any]:
     plain, own = zip(*pairs, strict=True)
     launches = traced(work.run)
     start = launches[0].begun
+    kernels = list(by_kernel(launches))
     return {
         "network": name,
         "precision": precision,
@@ -110,11 +116,30 @@ def measured(name: str, precision: str, n: int, rounds: int) -> dict[str, Any]:
         "each_plain_seconds": plain,
         "milliseconds_of_kernels": sum(ms for _, ms in by_kernel(launches).values()),
         "milliseconds_from_first_to_last": (launches[-1].ended - start) / 1e3,
+        "kernels": kernels,
         "launches": [
-            [launch.name, round(launch.begun - start, 3), round(launch.ended - launch.begun, 3)]
+            [
+                kernels.index(launch.name),
+                round(launch.begun - start, 2),
+                round(launch.ended - launch.begun, 2),
+            ]
             for launch in launches
         ],
     }
+
+
+def launches_of(record: dict[str, Any]) -> list[Launch]:
+    """Return the launches of a record, in order."""
+    names = record["kernels"]
+    return [
+        Launch(names[kernel], begun, begun + took) for kernel, begun, took in record["launches"]
+    ]
+
+
+def compact(record: dict[str, Any]) -> str:
+    """Return a record as JSON with a line an entry."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in finite(record).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def show(record: dict[str, Any], console: Console) -> None:
@@ -129,8 +154,7 @@ def show(record: dict[str, Any], console: Console) -> None:
         f"{record['deviation_rms']:.2g} (torch's own {record['torch_deviation_rms']:.2g})"
     )
     table = Table("kernel", "launches", "ms", box=None, pad_edge=False)
-    launches = [Launch(name, begun, begun + took) for name, begun, took in record["launches"]]
-    for name, (count, ms) in list(by_kernel(launches).items())[:SHOWN]:
+    for name, (count, ms) in list(by_kernel(launches_of(record)).items())[:SHOWN]:
         table.add_row(name[:60], str(count), f"{ms:.2f}")
     console.print(table)
 
@@ -143,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("networks", nargs="*", default=[MAIN])
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("-n", type=int, default=5000)
+    parser.add_argument("--chunk", type=int, help="default: as many as fit, which takes a run")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--record", type=Path, default=Path("bench/results/gpu"))
     parser.add_argument("--commit", default=commit_of_source())
@@ -164,9 +189,9 @@ def main(arguments: list[str] | None = None) -> int:
         "copy_bytes_per_second": copy_bandwidth(),
     }
     for name in args.networks:
-        record = made_by | measured(name, args.precision, args.n, args.rounds)
+        record = made_by | measured(name, args.precision, args.n, args.chunk, args.rounds)
         path = args.record / f"{name}-{args.precision.replace(' ', '-')}.json"
-        write_json(path, record)
+        write_text(path, compact(record))
         show(record, console)
     return 0
 

@@ -148,14 +148,21 @@ def check_norms(network: Network, mode: Mode, samples: int) -> dict[str, float]:
 
 
 def estimate_pair(
-    name: str, precision: str, mode: str, n: int, size: int, samples: int, device: torch.device
+    name: str,
+    precision: str,
+    mode: str,
+    n: int,
+    size: int,
+    samples: int,
+    device: torch.device,
+    chunk: int | None = None,
 ) -> Work:
     """Return a network's estimate in one mode beside an eager plain pass over as many images.
 
-    The plain pass runs in chunks that suit it.
+    Both run in chunks of ``chunk`` images; default: as many as the estimate would take.
     """
     network = Network(name, precision, size, device, calibration=min(64, 4 * n))
-    chunk = largest_divisor(n, network.estimator(n).chunks.first_size())
+    chunk = chunk or largest_divisor(n, network.estimator(n).chunks.first_size())
     estimator = network.estimator(n, chunk)
 
     def check() -> dict[str, Any]:
