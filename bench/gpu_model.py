@@ -9,11 +9,11 @@ A launch takes the largest of three times, and a gap to the next one:
 - by *DRAM*: every tensor that it touches, once, over the bandwidth.
 
 The constants are frozen: a table of a later commit is to differ from an earlier one by what the
-kernels do alone. They were set before any result was seen to fit or not, and no GPU has confirmed
-them. What the model does not know: rates of single units (integer arithmetic has half the issue
-slots on compute capability 9.0, double precision half, shared memory 32 lanes a cycle), conflicts
-of banks, caches, and that latency grows with traffic. So a time is a lower bound of what
-such a program takes, more than a forecast.
+kernels do alone. They were set before any result was seen to fit or not. An H200 took twice what
+they give for ResNet-50: bench/results/h200. What the model does not know: rates of single units
+(integer arithmetic has half the issue slots on compute capability 9.0, double precision half,
+shared memory 32 lanes a cycle), conflicts of banks, caches, and that latency grows with traffic. So
+a time is a lower bound of what such a program takes, more than a forecast.
 """
 
 from __future__ import annotations
