@@ -39,6 +39,8 @@ HELD = {
     "(16, float32": "the record of the peers",
     "up to 0.12": "test_two_runs_differ_by_as_much_as_is_said",
     "each under 100 lines": "test_the_examples_are_as_short_as_is_said",
+    "takes 1.11 times": "test_the_times_on_a_gpu_are_the_records",
+    "0.76 times": "test_the_times_on_a_gpu_are_the_records",
 }
 
 
@@ -75,6 +77,7 @@ def test_no_figure_of_the_prose_is_held_by_nothing():
         told = told.replace(said, "")
     names = (
         r"\(0\.1\)|sm_\d+|O\(epsilon\^2\)|Theorem 3\.4|Seed 0|Apache-2\.0|float64|MobileNetV3|96x96"
+        r"|H200|ResNet-50|ViT-B/16"
     )
     assert re.findall(r".{9}\d.*?\b", re.sub(names, "", told)) == []
 
@@ -146,6 +149,29 @@ def test_a_whole_measurement_costs_what_is_said():
     measured = settings["redundancy_n"]
     trained = 400 * settings["epochs"]  # images of two classes, as README of the study says
     assert f"up to {float(total) / measured / (float(training) / trained):.1f} times" in TOLD
+
+
+def test_the_times_on_a_gpu_are_the_records():
+    told = " ".join(TOLD.split())
+    speed = " ".join((ROOT / "docs/speed.md").read_text().split())
+    folder = ROOT / "bench/results/h200"
+    page = (folder / "README.md").read_text()
+    for network, name in (("resnet50", "ResNet-50"), ("vit_b_16", "ViT-B/16")):
+        record = json.loads((folder / f"{network}-bfloat16.json").read_text())
+        ratio = f"{record['ratio']:.2f}"
+        assert re.search(rf"{name} (?:takes )?{ratio} times", told), name
+        assert ratio in speed
+        cells = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        ours = sum(
+            took
+            for kernel, _, took in record["launches"]
+            if record["kernels"][kernel].endswith("_kernel")
+        )
+        seconds = record["seconds_until_timed"]
+        shown = [1e3 * record["seconds"], 1e3 * record["plain_seconds"], ours / 1e3, seconds]
+        for value in shown:
+            assert f"| {value:.0f} |" in cells, (name, value)
+        assert f"| {ratio} ({record['ratio_p20']:.2f} to {record['ratio_p80']:.2f}) |" in cells
 
 
 def test_two_runs_differ_by_as_much_as_is_said():
