@@ -33,8 +33,11 @@ _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backwa
 
 def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The plain containers among a module's attributes, each with a copy."""
-    values = [held[name] for name in held.keys() - INTERNAL]
-    return [(v, v.copy()) for v in values if id(type(v)) in _CONTAINERS]
+    return [
+        (value, value.copy())
+        for name, value in held.items()
+        if name not in INTERNAL and id(type(value)) in _CONTAINERS
+    ]
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -82,14 +85,15 @@ class Attributes:
     Its entries, the contents of those that are containers, and which buffers it has.
     """
 
-    __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module")
+    __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module", "no_hooks")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
         self.entries = self.held.copy()
         self.contents = _containers(self.entries)
         registries = [self.held[n] for n in _HOOKS if n in self.held]
-        self.hooks = [(r, r.copy() if r else {}) for r in registries]
+        self.hooks = [(registry, registry.copy()) for registry in registries if registry]
+        self.no_hooks = [registry for registry in registries if not registry]
         buffers = module._buffers
         self.buffers = buffers.copy() if buffers and isinstance(buffers, _REGISTRIES) else None
         self.built = (*module._modules.values(), *module._parameters.values())
@@ -108,8 +112,10 @@ class Attributes:
         for value, before in self.contents:
             _refill(value, before)
         for registry, before in self.hooks:
-            if registry or before:
-                _refill(registry, before)
+            _refill(registry, before)
+        if any(self.no_hooks):
+            for registry in self.no_hooks:
+                registry.clear()
         if self.buffers is not None and not _same(module._buffers.values(), self.buffers.values()):
             module._buffers.clear()
             module._buffers.update(self.buffers)

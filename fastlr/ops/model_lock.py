@@ -79,15 +79,13 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
     They are found by identity, several times as fast as by ``model.modules()``.
     """
-    modules: dict[int, nn.Module] = {}
-    todo = [model]
-    while todo:
-        module = todo.pop()
-        if id(module) not in modules:
-            modules[id(module)] = module
-            if module._modules:
-                todo.extend([m for m in module._modules.values() if m is not None])
-    return list(modules.values())
+    modules, known = [model], {id(model)}
+    for module in modules:  # which grows meanwhile
+        for part in module._modules.values():
+            if part is not None and id(part) not in known:
+                known.add(id(part))
+                modules.append(part)
+    return modules
 
 
 def _holds(thread: int, model: nn.Module) -> bool:

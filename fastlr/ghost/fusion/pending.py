@@ -87,11 +87,47 @@ class Activated(torch.autograd.Function):
         return ops.run("activation_grad", g, tensor, ctx.activation), None, None
 
 
+class Metadata(NamedTuple):
+    """What a tensor is, without its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Lazy(Tensor):
-    """A result that has not been computed, or of which only a part has."""
+    """A result that has not been computed, or of which only a part has.
+
+    Its metadata are read in Python: by torch's own attributes, which ask `__torch_function__`
+    first, they took 2 % of a measurement.
+    """
 
     blocks: Blocks  # of the model, to be told what forbids folding
     value: Tensor | None  # the result, once somebody has needed its numbers
+    metadata: Metadata
+
+    @classmethod
+    def standing_for(cls, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return a tensor of this class for a result of this kind."""
+        self = wrapper_subclass(cls, shape, dtype, device)
+        self.metadata = Metadata(torch.Size(shape), dtype, device)
+        return self
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override] # noqa: D102
+        return self.metadata.shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override] # noqa: D102
+        return len(self.metadata.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override] # noqa: D102
+        return self.metadata.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override] # noqa: D102
+        return self.metadata.device
 
     def compute(self) -> Tensor:
         """Return the tensor that the model would have here.
@@ -149,8 +185,7 @@ class Product(Lazy):
     @staticmethod
     def __new__(cls, factored: Lazy, factors: Tensor) -> Product:
         """Stand for ``factored * factors``."""
-        shape = list(factored.shape)
-        self: Product = wrapper_subclass(cls, shape, factored.dtype, factored.device)
+        self: Product = cls.standing_for(factored.shape, factored.dtype, factored.device)
         self.blocks, self.value = factored.blocks, None
         self.factored, self.factors, self.version = factored, factors, factors._version
         return self
@@ -226,7 +261,7 @@ class Pending(Lazy):
     def __new__(cls, blocks: Blocks, convolution: Convolution, shape: list[int]) -> Pending:
         """Stand for a result of this shape."""
         x = convolution.x
-        self: Pending = wrapper_subclass(cls, shape, result_dtype(x), x.device)
+        self: Pending = cls.standing_for(shape, result_dtype(x), x.device)
         self.blocks, self.value = blocks, None
         self.convolution, self.batch_norm, self.activation = convolution, None, "none"
         self.autocast = torch.is_autocast_enabled(x.device.type)
