@@ -65,7 +65,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 314_000,
+        "tokens": 314_400,
     },
 }
 
