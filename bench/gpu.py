@@ -94,7 +94,7 @@ def run(part: Part, out: Path, device: str, quick: bool, limit: float) -> str:
     if part.words[0] == "pytest":
         command += ["-v", "-rxXs", "-p", "no:cacheprovider"]
     if part.words[0] == "bench.launch_times":
-        command += ["--record", str(out)]
+        command += ["--device", device, "--record", str(out)]
     elif part.words[1].startswith("bench"):
         command += [
             "--device",

@@ -1,7 +1,7 @@
 """The whole estimate on a GPU: beside plain passes, and where its time goes, kernel by kernel.
 
     python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--chunk 1000]
-                                 [--rounds 10] [--record FOLDER] [--commit ID]
+                                 [--rounds 10] [--device cuda] [--record FOLDER] [--commit ID]
 
 Of each network the norms are first held to float64. Then plain passes and estimates over the same
 images take turns, as in ``bench/test_estimate.py``, and one estimate more is traced: every kernel
@@ -29,8 +29,9 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from bench.cases import MAIN
-from bench.paired import Work, ratios
+from bench.paired import Work, ratios, seconds_of
 from bench.test_estimate import estimate_pair
+from bench.test_norms import copy_bandwidth
 from fastlr.display.record import finite, machine
 from fastlr.experiments.runs.folder import commit_of_source
 from fastlr.files import write_text
@@ -46,15 +47,6 @@ class Launch(NamedTuple):
     name: str
     begun: float
     ended: float
-
-
-def seconds_of(function: Any) -> float:
-    """Seconds of a call, with all that it has the GPU do."""
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
 
 
 def traced(function: Any) -> list[Launch]:
@@ -77,14 +69,6 @@ def by_kernel(launches: list[Launch]) -> dict[str, tuple[int, float]]:
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def copy_bandwidth() -> float:
-    """Return the bytes read and written a second by a copy of 4 GiB."""
-    source = torch.randint(255, (1 << 32,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
-
-
 def measured(name: str, precision: str, n: int, chunk: int | None, rounds: int) -> dict[str, Any]:
     """Return the record of one network, in chunks of this size or as many as fit.
 
@@ -96,11 +80,11 @@ def measured(name: str, precision: str, n: int, chunk: int | None, rounds: int) 
     work: Work = estimate_pair(
         name, precision, "default", n, SIZE, min(n, SAMPLES), device, chunk=chunk
     )
-    first = seconds_of(work.run)
+    first = seconds_of(work.run, device)
     facts = dict(work.check())  # two estimates more, by which the chunk is captured
-    seconds_of(work.plain)
+    seconds_of(work.plain, device)
     until_timed = time.perf_counter() - begun
-    pairs = [(seconds_of(work.plain), seconds_of(work.run)) for _ in range(rounds)]
+    pairs = [(seconds_of(work.plain, device), seconds_of(work.run, device)) for _ in range(rounds)]
     plain, own = zip(*pairs, strict=True)
     launches = traced(work.run)
     start = launches[0].begun
@@ -169,12 +153,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-n", type=int, default=5000)
     parser.add_argument("--chunk", type=int, help="default: as many as fit, which takes a run")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--device", type=torch.device, default="cuda", help="cuda or cuda:1")
     parser.add_argument("--record", type=Path, default=Path("bench/results/gpu"))
     parser.add_argument("--commit", default=commit_of_source())
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here", file=sys.stderr)
         return 2
+    if args.device.index is not None:
+        torch.cuda.set_device(args.device)
     console = Console()
     args.record.mkdir(parents=True, exist_ok=True)
     made_by = {
@@ -186,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             "cudnn": torch.backends.cudnn.version(),
         },
         "commit": args.commit,
-        "copy_bytes_per_second": copy_bandwidth(),
+        "copy_bytes_per_second": copy_bandwidth(torch.device("cuda")),
     }
     for name in args.networks:
         record = made_by | measured(name, args.precision, args.n, args.chunk, args.rounds)

@@ -134,15 +134,20 @@ def _done(work: Work, part: str) -> Any:
             function()  # the first call makes plans and thread pools
             peaks.append(peak_bytes(function, work.device, before))
         return peaks
+    return seconds_of(getattr(work, part), work.device)
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of a call, with all that it has the device do."""
 
     def wait() -> None:
-        if work.device.type == "cuda":
-            torch.cuda.synchronize(work.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     gc.collect()
     wait()
     start = time.perf_counter()
-    result = getattr(work, part)()
+    result = function()
     wait()
     seconds = time.perf_counter() - start
     del result

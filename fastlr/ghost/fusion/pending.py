@@ -98,8 +98,8 @@ class Metadata(NamedTuple):
 class Lazy(Tensor):
     """A result that has not been computed, or of which only a part has.
 
-    Its metadata are read in Python: by torch's own attributes, which ask `__torch_function__`
-    first, they took 2 % of a measurement.
+    Its metadata, which blocks read often, are kept in Python: torch's own attributes ask
+    `__torch_function__` first.
     """
 
     blocks: Blocks  # of the model, to be told what forbids folding
