@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastlr import ops
 from fastlr.distributed.sharding import ALONE, Team
 from fastlr.errors import ModelError, first_line, warn
 from fastlr.estimator.ahead import Ahead
@@ -16,9 +17,9 @@ from fastlr.estimator.cuda_graph import Replays
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms
-from fastlr.ghost.runtime import chunk_for_memory, chunk_for_peak, peak_bytes
+from fastlr.ghost.runtime import chunk_for_memory
+from fastlr.ops.compile_ahead import hash_triton_in_background
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import tree_leaves
 
 BATCH_PROBE_SIZE = (
     250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
@@ -35,18 +36,18 @@ class Chunks:
         size: inputs in a chunk of the measurement under way.
         ahead: what compiles kernels before they are launched.
         replays: the chunks that are CUDA graphs.
-        bytes_per_input: memory that a chunk takes at its peak, for each of its inputs; 0 until it
-            was measured.
         notes: for the user.
     """
 
     def __init__(self, passes: Passes) -> None:
         self.passes, self.options = passes, passes.options
         self.on_gpu = passes.view.device.type == "cuda"
+        if self.on_gpu and ops.has_triton():
+            hash_triton_in_background()
         graphs = self.on_gpu and self.options.probe == "rademacher"
         self.ahead = Ahead(passes)
         self.replays = Replays(passes, CudaRecorder if graphs else None)
-        self.size = self.bytes_per_input = 0
+        self.size = 0
         self.notes: list[str] = []
         self._warned = False  # that memory ran out
         self._most: int | None = None  # inputs that fit, once known
@@ -142,43 +143,19 @@ class Chunks:
     def _size_for_memory(self, share: int) -> int:
         """Return how many inputs fit, of ``share`` that this rank takes.
 
-        What a small forward pass saves gives a size that is safe, the same in every run unless
-        little memory is free. Where it does not suffice, on a GPU, a chunk of that size is run
-        twice, the second time to measure its peak: the first may prove the model, compile kernels,
-        and run out of memory. So once for a model and the kind of its inputs; later estimates of it
-        take the same size while the memory suffices.
+        It follows from the bytes that a small forward pass saves, so that it is the same in every
+        run unless little memory is free.
         """
-        device, known = self.passes.view.device, self.passes.engine.peaks
         few = min(2, self.options.total)
         x = self.passes.view.inputs(self.passes.inputs(0, few))
         fitting = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
         size = min(fitting)
-        one_pass = (
-            self.options.probe in ("rademacher", "sampled")
-            and self.options.target_rel_stderr is None
-        )
-        if not (self.on_gpu and one_pass and 1 < size < share):
-            if size < min(fitting.device, share):
-                self.note(
-                    f"at most {size} inputs at a time, as little memory is free: values may differ "
-                    "from those of another run by rounding, unless both are given the batch_size"
-                )
-            return size
-        kind = (
-            self.options.dtype,
-            self.passes.dtype,
-            *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor)),
-        )
-        if kind not in known:
-            self.size = size
-            with self.replays.pause():
-                self.norms(0, size)
-                peak = -(-peak_bytes(device, lambda: self.norms(0, size)) // size)
-            if self.size < size:  # memory ran out
-                return self.size
-            known[kind] = peak, chunk_for_peak(device, peak)
-        self.bytes_per_input, fitted = known[kind]
-        return min(fitted, chunk_for_peak(device, self.bytes_per_input))
+        if size < min(fitting.device, share):
+            self.note(
+                f"at most {size} inputs at a time, as little memory is free: values may differ "
+                "from those of another run by rounding, unless both are given the batch_size"
+            )
+        return size
 
     def _halve(self, size: int, failure: str) -> None:
         """Halve the chunk after memory ran out at ``size`` inputs, warning once.

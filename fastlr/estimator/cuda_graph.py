@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from fastlr.estimator.passes import Passes
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
+from fastlr.ghost.process_state import without_cudnn
 from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import gathered, out_of_memory
@@ -86,6 +87,9 @@ class Replay:
         """Return True if the model is still the program that was captured."""
         return self.relied_on == relied_on(self.view.module)
 
+    def _without_cudnn(self) -> AbstractContextManager[None]:
+        return without_cudnn(self.view.device, self.view.parameters.values())
+
     def run(self, start: int) -> Tensor:
         """Squared norms [parameters, B] of samples start .. start + size - 1; see `doubts`."""
         self.first.fill_(start)
@@ -102,7 +106,7 @@ class Replay:
 
         Returns flags on the device: [a value was not finite, outputs differ].
         """
-        with self.passes.autocast():
+        with self.passes.autocast(), self._without_cudnn():
             differs = output_differs(self.view, *self._few())
         asked = torch.stack([self.seen_bad, differs])
         self.seen_bad.zero_()
@@ -113,7 +117,7 @@ class Replay:
 
         All values were finite, the last outputs are the model's, and audits pass.
         """
-        with self.passes.autocast():
+        with self.passes.autocast(), self._without_cudnn():
             if bad or (differs and not self._explained()):
                 return False
             return self._audited()

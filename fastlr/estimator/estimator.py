@@ -198,7 +198,6 @@ class LocalRedundancy:
             notes=notes,
             versions=versions(),
             audits=passed,
-            bytes_per_input=chunks.bytes_per_input,
         )
 
     def _run_that_holds(self, members: Team) -> _Run:

@@ -56,9 +56,6 @@ class Estimate:
             known as one object of this process. Empty in records from before.
         predictive_identity: what tells the predictive from others, its mask by a hash.
         batch_size: inputs in a chunk (after halving, if memory ran out).
-        bytes_per_input: memory that a chunk took at its peak, for each of its inputs, where that
-            was measured to choose its size (on a GPU, where the inputs do not fit one small chunk);
-            0 elsewhere.
         dtype: autocast dtype (None: the model's own), as text.
         device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
@@ -86,7 +83,6 @@ class Estimate:
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     audits: int = 0
-    bytes_per_input: int = 0
     inputs_identity: str = ""
     predictive_identity: dict[str, Any] = field(default_factory=dict)
 

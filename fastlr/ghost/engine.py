@@ -39,7 +39,7 @@ from fastlr.ghost.norms import (
     norms_of_one,
 )
 from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
-from fastlr.ghost.process_state import quiet_rng
+from fastlr.ghost.process_state import quiet_rng, with_cudnn, without_cudnn
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import BufferKeeper, emptied, put_back
 from fastlr.ghost.verification.audit import Audits, Disproved
@@ -89,8 +89,6 @@ class Engine:
         known: what was proven and found of it.
         audits: how many were right, how many were not, and when the next is due.
         folding: what of the model runs otherwise than it says.
-        peaks: by kind of input and precision, the memory that one takes at a chunk's peak, and how
-            many fitted; as measured.
 
     Raises:
         ModelError: no trainable parameters, or ones that cannot be measured.
@@ -104,7 +102,6 @@ class Engine:
         self._writes_inputs: bool | None = None  # None: not known yet
         self._warned: set[str] = set()
         self._buffers = BufferKeeper()
-        self.peaks: dict[tuple, tuple[int, int]] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -166,6 +163,7 @@ class Engine:
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
+            without_cudnn(self.view.device, self.parameters.values()),
             put_back(self._buffers.keep(modules, unseen_writes=training)),
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
         ):
@@ -365,7 +363,8 @@ class Engine:
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
-        z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
+        with with_cudnn():
+            z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
         written = times_written(given) != before
         if written and is_known_to_write_none:
             self._writes_inputs = True

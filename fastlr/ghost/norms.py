@@ -18,6 +18,7 @@ from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of
+from fastlr.ghost.process_state import with_cudnn
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
 from fastlr.ghost.verification.record import Ledger
@@ -35,17 +36,18 @@ def norms_by_rules(
         return {}
     routes = chunk.ledger.routes()
     try:
-        return sq_norms(
-            chunk.graph,
-            plan.structure.uses,
-            chunk.z,
-            v,
-            plan.shapes.layouts,
-            chunk.count,
-            routes,
-            retain=retain,
-            skip=skip,
-        )
+        with with_cudnn():
+            return sq_norms(
+                chunk.graph,
+                plan.structure.uses,
+                chunk.z,
+                v,
+                plan.shapes.layouts,
+                chunk.count,
+                routes,
+                retain=retain,
+                skip=skip,
+            )
     finally:
         chunk.ledger.enter_routes(routes)
 

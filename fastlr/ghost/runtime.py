@@ -33,8 +33,10 @@ OnProgress = Callable[[int, int, float, float], Any]
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
 PROOF_PATIENCE = 2.0  # seconds before a first estimate says what it does
 
-_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
-_WORK = 3  # a chunk's peak memory over the activations that its graph saves
+_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 512
+# Peak memory of a chunk over the activations that plain autograd saves for it. Kernels fold blocks
+# and write no temporaries: on an H200 the peaks of ResNet-50 and ViT-B/16 were below 0.9.
+_WORK, _WORK_OF_KERNELS = 3.0, 1.5
 # Of the free memory, at most: a captured chunk keeps its own, one beside it takes as much.
 _SHARE = 0.4
 
@@ -130,12 +132,12 @@ class InputsThatFit(NamedTuple):
 
 
 def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> InputsThatFit:
-    """Return how many inputs fit the memory, told from the bytes that a small forward pass saves.
+    """Return how many inputs fit the memory, by the bytes that a small forward pass saves.
 
     Args:
-        view: the model that the forward pass runs.
-        few: inputs of that pass.
-        forward: runs it and returns the output, with its graph.
+        view: Model that the forward pass runs.
+        few: Number of inputs of that pass.
+        forward: Runs it and returns the output, with its graph.
     """
     output: list[Tensor] = []
     try:
@@ -150,25 +152,10 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
     weights = max(p.nbytes for p in view.parameters.values())
     most = _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES
     of_device, of_free = total_bytes(view.device) / 4, _SHARE * free_bytes(view.device)
-    per_input = _WORK * activations + weights + 1
+    work = _WORK if view.device.type == "cpu" else _WORK_OF_KERNELS
+    per_input = work * activations + weights + 1
     inputs = [int(min(budget, most) // per_input) for budget in (of_device, of_free)]
     return InputsThatFit(*[max(1, min(_LARGEST_CHUNK, fitting)) for fitting in inputs])
-
-
-def peak_bytes(device: torch.device, work: Callable[[], Any]) -> int:
-    """Return the most memory that ``work()`` held on a GPU beside what was there.
-
-    torch's record of its peak begins anew.
-    """
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
-    """Return how many inputs fit the free memory, from the peak of a chunk as it was measured."""
-    return int(max(1, min(_LARGEST_CHUNK, _SHARE * free_bytes(device) // max(1, bytes_per_input))))
 
 
 def _saved_storages(view: ModelView, forward: Callable[[], Any]) -> dict[int, int]:

@@ -40,6 +40,7 @@ class ParameterSupport:
 
 REPLACED = {  # kind -> what is said of it after the number
     "gate": "products with one number a channel run as one node",
+    "pixel": "convolutions of single pixels run as linear layers",
     "squeeze": "means over all positions keep their gradient small",
     "attention": "self-attentions run without torch's copies",
     "recurrent": "calls of recurrent layers run with one product for all steps",

@@ -15,8 +15,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +91,27 @@ def _seen(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return Memory(argument.dtype, argument.data_ptr() % 16)
     return argument
+
+
+@cache
+def hash_triton_in_background() -> Thread:
+    """Hash Triton's own files in a thread, once a process.
+
+    The hash is part of the key of every compiled kernel. It takes 2 s, and the first launch waits
+    for it. Triton must be installed.
+
+    Returns:
+        The thread, which nothing has to wait for.
+    """
+    kept = import_module("triton.runtime.cache")
+
+    def hash_files() -> None:
+        with suppress(Exception):  # the first launch hashes them itself, and raises
+            kept.triton_key()
+
+    thread = Thread(target=hash_files, daemon=True)
+    thread.start()
+    return thread
 
 
 def processes() -> int:

@@ -226,13 +226,23 @@ def fused_recurrence() -> tuple[bool, bool]:
 
     Unlike ``torch.backends`` it tells also where its flags are frozen.
     """
-    return _get("_C._get_mkldnn_enabled")(), _get("_C._get_cudnn_enabled")()
+    return _get("_C._get_mkldnn_enabled")(), cudnn_enabled()
 
 
 def set_fused_recurrence(mkldnn: bool, cudnn: bool) -> None:
     """Switch oneDNN and cuDNN on or off."""
     _get("_C._set_mkldnn_enabled")(mkldnn)
-    _get("_C._set_cudnn_enabled")(cudnn)
+    enable_cudnn(cudnn)
+
+
+def cudnn_enabled() -> bool:
+    """Return whether cuDNN is on, also where the flags of ``torch.backends`` are frozen."""
+    return _get("_C._get_cudnn_enabled")()
+
+
+def enable_cudnn(enabled: bool) -> None:
+    """Switch cuDNN on or off, and change none of its other settings."""
+    _get("_C._set_cudnn_enabled")(enabled)
 
 
 def stop_allocating_from(pool: Any, device: int) -> None:

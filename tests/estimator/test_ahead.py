@@ -359,3 +359,12 @@ def test_cores_are_shared_among_the_ranks_of_a_machine(monkeypatch):
     assert compile_ahead.processes() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
     assert compile_ahead.processes() == 1
+
+
+def test_tritons_own_files_are_hashed_once_in_a_thread():
+    from triton.runtime.cache import triton_key
+
+    thread = compile_ahead.hash_triton_in_background()
+    thread.join()
+    assert triton_key.cache_info().currsize == 1
+    assert compile_ahead.hash_triton_in_background() is thread

@@ -110,3 +110,43 @@ def test_mobilenet_runs_its_nine():
     assert "9 products with one number a channel" in str(report)
     assert report.replaced["squeeze"] == 10
     assert "10 means over all positions" in str(report)
+
+
+PIXELS = {
+    "one": (nn.Conv2d(4, 5, 1), (1, 1), 1),
+    "without_bias": (nn.Conv2d(4, 5, 1, bias=False), (1, 1), 1),
+    "of_a_series": (nn.Conv1d(4, 5, 1), (1,), 1),
+    "of_a_volume": (nn.Conv3d(4, 5, 1), (1, 1, 1), 1),
+    "strided": (nn.Conv2d(4, 5, 1, stride=2), (1, 1), 1),
+    "two_pixels": (nn.Conv2d(4, 5, 1), (1, 2), 0),
+    "padded": (nn.Conv2d(4, 5, 1, padding=1), (1, 1), 0),
+    "wide_kernel": (nn.Conv2d(4, 5, 3, padding=1), (1, 1), 0),
+    "grouped": (nn.Conv2d(4, 6, 1, groups=2), (1, 1), 0),
+}
+
+
+@mark.parametrize("then", [torch.tanh, F.relu_], ids=["tanh", "in_place"])
+@mark.parametrize("name", PIXELS)
+def test_convolutions_of_single_pixels_run_as_linear_layers(name, then):
+    conv, size, pixels = PIXELS[name]
+    before = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(size)](3, 4, 1)
+
+    def forward(m, x):
+        x = m.before(x).tanh().mean(list(range(2, x.ndim)), keepdim=True).expand(-1, -1, *size)
+        return then(m.conv(x)).flatten(1)
+
+    x = torch.randn(3, 3, *[4] * len(size), dtype=torch.float64)
+    model = Written(forward, before=before, conv=conv)
+    assert check(model, 0, x, why="no batch norm follows").replaced["pixel"] == pixels
+
+
+def test_a_pixel_used_twice_runs_as_the_model_says():
+    parts = {"conv": nn.Conv2d(4, 4, 1)}
+    model = Written(lambda m, x: m.conv(m.conv(x[:, :, :1, :1]).tanh()).flatten(1), **parts)
+    assert check(model, 0, why="more than once").replaced["pixel"] == 0
+
+
+def test_a_folded_pixel_is_no_linear_layer():
+    parts = {"conv": nn.Conv2d(4, 5, 1), "norm": nn.BatchNorm2d(5)}
+    model = Written(lambda m, x: m.norm(m.conv(x[:, :, :1, :1])).flatten(1), **parts).eval()
+    assert check(model, 1).replaced["pixel"] == 0

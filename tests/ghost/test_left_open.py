@@ -138,7 +138,7 @@ def test_blocks_of_mobilenet(stride, act):
     first = InvertedResidual(options, nn.BatchNorm2d)
     model = nn.Sequential(first, InvertedResidual(options, nn.BatchNorm2d), nn.Flatten())
     x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
-    assert check(model, 6, x).replaced == {"squeeze": 2, "gate": 2}
+    assert check(model, 6, x).replaced == {"squeeze": 2, "gate": 2, "pixel": 4}
 
 
 def kinds(model, x):

@@ -223,6 +223,21 @@ class Convolution(NamedTuple):
         x, groups = computed(self.x), self.geometry.groups
         return convolve(x, self.weight, self.bias, stride, padding, dilation, groups)
 
+    @property
+    def is_linear(self) -> bool:
+        """True if it maps one pixel to one pixel, as in squeeze-and-excitation."""
+        one_pixel = max(self.x.shape[2:]) == max(self.weight.shape[2:]) == 1
+        return one_pixel and max(self.geometry.padding) == 0 and self.geometry.groups == 1
+
+    def run_as_linear(self) -> Tensor:
+        """Return the result of a convolution that `is_linear`, by a linear layer.
+
+        This takes half the time on a CPU. On a GPU cuDNN would plan each shape and direction.
+        """
+        result = F.linear(computed(self.x).flatten(1), self.weight.flatten(1), self.bias)
+        shape = *result.shape, *self.x.shape[2:]
+        return torch.ops.aten._unsafe_view(result, shape)  # no view: it may be changed in place
+
 
 class Norm(NamedTuple):
     """A call of batch norm by running statistics."""
@@ -315,13 +330,20 @@ class Pending(Lazy):
 
     def _as_written(self) -> Tensor:
         """Return the result of the convolution, and of what has followed it, one by one."""
-        result = self.convolution.run()
         if self.batch_norm is None:
-            return result
+            return self._convolution_alone()
+        result = self.convolution.run()
         result = self.batch_norm.run(result)
         if self.residual is not None:
             result = result + computed(self.residual)
         return ACTIVATIONS[self.activation](result)
+
+    def _convolution_alone(self) -> Tensor:
+        """Return the result of a convolution that no batch norm follows."""
+        if not self.convolution.is_linear or self.blocks.why_no_call_is_replaced is not None:
+            return self.convolution.run()
+        self.blocks.replaced["pixel"] += 1
+        return self.convolution.run_as_linear()
 
     def _changed_in_place(self) -> str | None:
         """Return what was changed in place since the block took it in, as a reason; or None."""

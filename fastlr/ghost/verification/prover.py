@@ -44,6 +44,7 @@ from fastlr.ghost.fusion.mode import OURS, Folding
 from fastlr.ghost.graph import Graph, Place, Use, walk
 from fastlr.ghost.model_io import FAILURES, ModelView, require_graph
 from fastlr.ghost.ownership import trace, without_rows
+from fastlr.ghost.process_state import without_cudnn
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
@@ -105,7 +106,7 @@ class Prover:
         clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
         def step_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
-            with trial.subject.precision():
+            with trial.subject.precision(), without_cudnn(self.view.device):
                 step(trial)
                 otherwise = interaction_under_other_conditions(
                     trial, clone_or_model, perturbation, seed
