@@ -4,18 +4,22 @@ One planned chunk of each network (bf16, channels_last) gives the shapes that it
 asked for (some 35). For each of them the rule's block sizes and those around it, eight in all, are
 compiled in parallel by processes that leave them in Triton's cache, and timed one after the other.
 Those that are right (against the rule's own) and faster by `GAIN` go into ``fastlr/ops/tuned.json``
-under this architecture, which the kernels read: commit it. Exits with 2 where there is no GPU.
+under this architecture, which the kernels read: commit it. ``--table FILE`` names another table,
+for `bench.launch_times`. The table is written after every shape, so that a killed run keeps what it
+has found. Exits with 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +30,7 @@ from torch import Tensor
 import fastlr
 from bench.cases import calibrate, image_network
 from fastlr import ops
+from fastlr.files import write_text
 from fastlr.ops import dispatch, tuning
 
 CONFIGURATIONS = 8  # of a shape, the rule's among them
@@ -46,15 +51,12 @@ Calls = dict[str, list[tuple[str, tuple]]]
 def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
     """Return changes of the rule's block sizes to try, none first.
 
-    Then each free field is halved or doubled (num_stages changes by one), then two of them in turn.
+    Then each free field is halved or doubled (num_stages changes by one, a flag is switched), then
+    two of them in turn.
     """
     tile, found = asked.tile, [{}]
     for field in asked.free:
-        value = getattr(tile, field)
-        least, most = ALLOWED.get(field, (16, 256))
-        for other in (value * 2, value // 2) if field != "num_stages" else (value + 1, value - 1):
-            if least <= other <= most:
-                found.append({field: other})
+        found += [{field: other} for other in _others(field, getattr(tile, field))]
     for i, first in enumerate(found[1:], 1):
         found += [
             first | second
@@ -64,8 +66,19 @@ def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
     return found[:CONFIGURATIONS]
 
 
+def _others(field: str, value: int) -> list[int]:
+    """Return the values of a field to try in place of a rule's."""
+    if isinstance(value, bool):
+        return [not value]
+    least, most = ALLOWED.get(field, (16, 256))
+    others = (value + 1, value - 1) if field == "num_stages" else (value * 2, value // 2)
+    return [other for other in others if least <= other <= most]
+
+
 def choose(
-    asked: dict[str, tuning.Asked], clock: Callable[[str, dict[str, int]], float | None]
+    asked: dict[str, tuning.Asked],
+    clock: Callable[[str, dict[str, int]], float | None],
+    enter: Callable[[str, dict[str, int]], None] | None = None,
 ) -> dict[str, dict]:
     """Return, by shape, the fields of the fastest block sizes where they save more than `GAIN`.
 
@@ -73,6 +86,7 @@ def choose(
         asked: the rules' answers.
         clock: of a shape and its changed fields: seconds, or None where they do not compile or give
             other results.
+        enter: function called after every shape with its fields, empty for the rule's own.
     """
     table = {}
     for key in track(sorted(asked), "shapes"):
@@ -82,24 +96,44 @@ def choose(
             best, fields = min(right, key=lambda found: found[0])
             if best < (1 - GAIN) * own:
                 table[key] = fields
+        if enter is not None:
+            enter(key, table.get(key, {}))
     return table
+
+
+def write_entry(path: Path, architecture: str, key: str, fields: dict[str, int]) -> None:
+    """Enter a shape's fields into a table on disk, whole or not at all; without fields remove it.
+
+    A table that does not exist begins as fastlr's own.
+    """
+    table = copy.deepcopy(tuning.table())
+    if path.exists():
+        table = json.loads(path.read_text(encoding="utf-8"))
+    entries = table.setdefault(architecture, {})
+    entries.pop(key, None)
+    if fields:
+        entries[key] = fields
+    table[architecture] = dict(sorted(entries.items()))
+    write_text(path, json.dumps(dict(sorted(table.items())), indent=1) + "\n")
 
 
 def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], Calls]:
     """What rules are asked in a chunk of each network, and the calls of ops in which they are."""
-    asked, calls = dict[str, tuning.Asked](), Calls()
-    launched = dispatch._launched
+    from fastlr.kernels import launching
 
-    def noted(name: str, args: tuple, call: tuple) -> Any:
-        with tuning.noting() as here:
-            result = launched(name, args, call)
+    asked, calls = dict[str, tuning.Asked](), Calls()
+    by_kernel = dispatch._by_kernel
+
+    def noted(name: str, args: tuple) -> Any:
+        with tuning.noting() as here, launching.asked():  # also where plain torch serves
+            ops.get(name, "triton")(*args)
         asked.update(here)
         for key in here:
             if len(calls.setdefault(key, [])) < MOST_CALLS:
                 calls[key].append(
                     (name, tuple(a.detach() if isinstance(a, Tensor) else a for a in args))
                 )
-        return result
+        return by_kernel(name, args)
 
     for network in networks:
         torch.manual_seed(0)
@@ -112,7 +146,7 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
         )
         estimator.measure()
         with (
-            patch.object(dispatch, "_launched", noted),
+            patch.object(dispatch, "_by_kernel", noted),
             estimator.chunks.replays.pause(),
         ):  # no tensors of a graph's
             estimator.measure()
@@ -120,8 +154,10 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
 
 
 def results(op: str, args: tuple) -> list[Tensor]:
-    """The tensors that an op's kernel gives."""
+    """Return the tensors that an op's kernel gives, or plain torch where the kernel declines."""
     found = ops.get(op, "triton")(*args)
+    if found is NotImplemented:
+        found = dispatch.twin(op)(*args)
     several = found if isinstance(found, tuple) else (found,)
     return [t for t in several if isinstance(t, Tensor)]
 
@@ -179,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("networks", nargs="*", default=["mobilenet_v3_large", "resnet50"])
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--table", type=Path, default=tuning.TABLE, help="file for the result")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # I/N: compile only, every Nth shape
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -194,16 +231,11 @@ def main(arguments: list[str] | None = None) -> int:
         first, step = map(int, given.part.split("/"))
         choose({key: asked[key] for key in sorted(asked)[first::step]}, on_gpu(calls, timed=False))
         return 0
-    found = choose(asked, on_gpu(calls, timed=True))
-    table = tuning.table() | {
-        "{}.{}".format(*torch.cuda.get_device_capability()): dict(sorted(found.items()))
-    }
-    tuning.TABLE.write_text(
-        json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8"
-    )
+    enter = partial(write_entry, given.table, tuning.architecture())
+    found = choose(asked, on_gpu(calls, timed=True), enter)
     print(
         f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': "
-        f"{tuning.TABLE}"
+        f"{given.table}"
     )
     return 0
 

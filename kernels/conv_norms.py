@@ -25,6 +25,7 @@ from fastlr.kernels.launching import covered, merged
 from fastlr.kernels.linear_norms import linear_sq_norms
 from fastlr.kernels.moments import finish_norms
 from fastlr.kernels.product_norms import Operand, Sizes, Window, product_norms
+from fastlr.ops import gram
 from fastlr.ops.block import Block
 from fastlr.ops.geometry import ConvGeometry
 
@@ -100,6 +101,8 @@ def folded_conv_sq_norms(
     """
     narrow = block.weight.is_floating_point() and block.weight.dtype != torch.float64
     if not narrow or not 3 <= x.ndim <= 4 or not covered(x, g):
+        return NotImplemented
+    if gram.serves_norms(x, g, block):
         return NotImplemented
     if x.ndim == 3:
         x, g = x.unsqueeze(2), g.unsqueeze(2)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
 from fastlr.kernels.launching import on_device
+from fastlr.ops import gram
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
@@ -84,6 +85,8 @@ def folded_conv_backward(
     for t in (x.gate, gradients.loaded):
         if t is not None and t.dtype != x.tensor.dtype:
             return NotImplemented
+    if gram.serves_backward(x.tensor, gradients.output, block):
+        return NotImplemented
     x = x._replace(gate=contiguous(x.gate))
     gradients = gradients._replace(mean=contiguous(gradients.mean))
     if x.tensor.ndim == 4:

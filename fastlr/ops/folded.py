@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops import gram
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.convolution import conv_sq_norms, gram_pays, weight_grads
 from fastlr.ops.geometry import ConvGeometry
@@ -165,6 +166,8 @@ def folded_conv_sq_norms(
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
     """See fastlr.ops.reference.folded.folded_conv_sq_norms. Sums in float32 at least."""
+    if ops.backend_for(x) == "triton" and gram.serves_norms(x, g, block):
+        return gram.gram_sq_norms(x, g, block)
     x, g, geometry = raised(x), raised(g), block.geometry
     weight = block.weight.to(g.dtype)
     s, rstd, shift = block.statistics.to(g.dtype)
@@ -208,9 +211,7 @@ def folded_conv_backward(
         part, g = inputs[lo:hi], grad[lo:hi]
         g = ops.run("activation_grad", g, kept[lo:hi], block.activation)
         if want_input:
-            mask = [True, False, False]
-            found = aten.convolution_backward(g, part, block.folded, None, *block.geometry, mask)
-            input_grads.append(found[0])
+            input_grads.append(gram.input_gradient(g, part, block.folded, block.geometry))
         known = None if product is None else product[lo:hi]
         norms.append(ops.run("folded_conv_sq_norms", part, g, block, known))
     of_parameters = [_joined(parts) for parts in zip(*norms, strict=True)]

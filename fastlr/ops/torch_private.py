@@ -14,7 +14,7 @@ autograd's nodes, ``Tensor._version``, ``torch._foreach_*``, and the dictionarie
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pkgutil import resolve_name
@@ -111,6 +111,11 @@ def wrapper_subclass(kind: type, shape: Any, dtype: torch.dtype, device: torch.d
 def is_view(tensor: Tensor) -> bool:
     """Return True if autograd knows the tensor as a view."""
     return _get("Tensor._is_view")(tensor)
+
+
+def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the same memory in another shape, which autograd does not know as a view."""
+    return _get("ops.aten._unsafe_view")(tensor, shape)
 
 
 def within_transform() -> bool:

@@ -1,15 +1,18 @@
 """Tuning tries and takes block sizes by a stand-in clock; kernels launch with the table's."""
 
+import json
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from expected import needs_triton
+from pytest import raises
 
 from bench import noting, tune
 from bench.convolution_cases import geometry
 from fastlr import ops
-from fastlr.ops import tuning
+from fastlr.ops import gram, tuning
 from fastlr.ops.block import Block, Loaded
 
 pytestmark = needs_triton
@@ -59,6 +62,30 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have():
         assert all(value >= 16 for field, value in fields.items() if not field.startswith("num_"))
     fixed = tune.candidates(what._replace(free=("num_warps",)))
     assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
+
+
+def test_a_flag_is_switched():
+    with tuning.noting() as found:
+        few = gram.norms_form(torch.bfloat16, 512, 512, 9, 81, 49)
+    (what,) = found.values()
+    assert few.gram
+    assert tune.candidates(what) == [{}, {"gram": False}]
+
+
+def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch():
+    from fastlr.kernels import launching
+
+    x = torch.ones(2, 256, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(256, 256, 1, 1)
+    block = Block(weight, weight.bfloat16(), torch.ones(4, 256), "none", geometry(2))
+    with tuning.noting() as found, launching.asked():
+        assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is NotImplemented
+    (key,) = found
+    of_weight, *_ = tune.results("folded_conv_sq_norms", (x, x, block))
+    torch.testing.assert_close(of_weight, torch.full((2,), 256.0**2 * 12**2, dtype=torch.float64))
+    with tuning.forcing(key, {"gram": False}), launching.asked() as launched:
+        assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is not NotImplemented
+    assert launched, "the other form is a kernel's"
 
 
 def test_processes_that_compile_ahead_have_small_batches_and_failures_are_named(
@@ -140,7 +167,8 @@ def test_the_table_has_fields_that_their_kernels_may_have():
     from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 
     modules = {
-        m.__name__.rpartition(".")[2]: m for m in (depthwise, folded_depthwise, folded_pointwise)
+        m.__name__.rpartition(".")[2]: m
+        for m in (depthwise, folded_depthwise, folded_pointwise, gram)
     }
     assert tuning.TABLE.exists()
     for entries in tuning.table().values():
@@ -148,3 +176,28 @@ def test_the_table_has_fields_that_their_kernels_may_have():
             module, _, rule = key.partition("(")[0].partition(".")
             assert fields
             assert set(fields) <= set(getattr(modules[module], rule).free)
+
+
+def test_a_run_that_is_killed_keeps_what_it_has_found(tmp_path):
+    """Entries of an earlier run stay until their shape is measured again."""
+    asked_of = dict(asked(outputs=outputs) for outputs in (16, 32, 64))
+    first, second, third = sorted(asked_of)
+    table = tmp_path / "tuned.json"
+    earlier = {key: {"num_warps": 1} for key in (second, third)}
+    table.write_text(json.dumps({"8.0": {"a": {}}, "9.0": earlier}))
+
+    def clock(key, fields):
+        if key == third:
+            raise KeyboardInterrupt
+        return 0.5 if fields and key == first else 1.0
+
+    with raises(KeyboardInterrupt):
+        tune.choose(asked_of, clock, partial(tune.write_entry, table, "9.0"))
+    tried = tune.candidates(asked_of[first])[1]
+    assert json.loads(table.read_text()) == {
+        "8.0": {"a": {}},
+        "9.0": {first: tried, third: {"num_warps": 1}},
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
+    tune.write_entry(tmp_path / "new.json", "9.0", first, {})
+    assert json.loads((tmp_path / "new.json").read_text()) == tuning.table() | {"9.0": {}}

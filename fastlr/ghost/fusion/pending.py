@@ -44,7 +44,12 @@ from fastlr.ghost.fusion.squeeze_excitation import Gate
 from fastlr.ops.block import Loaded
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
-from fastlr.ops.torch_private import tree_leaves, tree_map_only, wrapper_subclass
+from fastlr.ops.torch_private import (
+    tree_leaves,
+    tree_map_only,
+    unsafe_view,
+    wrapper_subclass,
+)
 
 _METHODS = (
     "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
@@ -236,7 +241,7 @@ class Convolution(NamedTuple):
         """
         result = F.linear(computed(self.x).flatten(1), self.weight.flatten(1), self.bias)
         shape = *result.shape, *self.x.shape[2:]
-        return torch.ops.aten._unsafe_view(result, shape)  # no view: it may be changed in place
+        return unsafe_view(result, shape)  # no view: it may be changed in place
 
 
 class Norm(NamedTuple):
