@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import resnet
 
 from fastlr.models import load_model
 
@@ -179,6 +180,7 @@ def as_double(case: Case) -> Case:
 # the networks
 MAIN = "mobilenet_v3_large"
 CLASSES = {MAIN: 2}  # the paper's image network has two; the others keep their thousand
+RESIDUAL_GAMMA = 0.2
 
 
 def calibrate(model: nn.Module, x: Any) -> nn.Module:
@@ -208,6 +210,9 @@ def image_network(name: str, size: int = 224) -> nn.Module:
     At initialisation the head's outputs are nearly 0, so that rounding is most of them, and the
     head of vit_b_16 is 0, and with it all gradients before it: biases are drawn from a normal
     distribution, weights that are zero from a narrow one.
+
+    The last batch norm of a residual block has a gamma of `RESIDUAL_GAMMA`. With a gamma of 1,
+    random blocks amplify rounding so much that ResNet-50's gradients in bfloat16 are noise.
     """
     kwargs = {"image_size": size} if name.startswith("vit") else {}
     model = load_model(name, num_classes=CLASSES.get(name), kwargs=kwargs)
@@ -215,6 +220,11 @@ def image_network(name: str, size: int = 224) -> nn.Module:
     nn.init.normal_(head.bias)
     if not head.weight.any():
         nn.init.normal_(head.weight, std=0.02)
+    for block in model.modules():
+        if isinstance(block, resnet.Bottleneck):
+            nn.init.constant_(block.bn3.weight, RESIDUAL_GAMMA)
+        elif isinstance(block, resnet.BasicBlock):
+            nn.init.constant_(block.bn2.weight, RESIDUAL_GAMMA)
     return model
 
 

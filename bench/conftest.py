@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):
         raise pytest.UsageError("benchmarks run one after another: leave -n out")
     config.stash[REFUSED] = []
+    # The plugin may be missing.
+    config.addinivalue_line("markers", "timeout(seconds): time limit of pytest-timeout")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

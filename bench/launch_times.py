@@ -2,6 +2,7 @@
 
     python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--chunk 1000]
                                  [--rounds 10] [--device cuda] [--record FOLDER] [--commit ID]
+                                 [--table FILE] [--few-positions N]
 
 Of each network the norms are first held to float64. Then plain passes and estimates over the same
 images take turns, as in ``bench/test_estimate.py``, and one estimate more is traced: every kernel
@@ -10,6 +11,9 @@ that ran, and how long. What plain is, and in which mode the estimate runs, is s
 Writes ``<network>-<precision>.json`` to the folder, and prints the kernels that took longest. A
 launch there is the number of its kernel among ``kernels``, when it began and how long it took, in
 microseconds. `bench.beside_prediction` sets such a record beside what `bench.traffic` predicts.
+
+Exits with 1 where norms are wrong, or an estimate did not run as a CUDA graph with every batch norm
+folded: the error names the blocks and the reasons.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from bench.cases import MAIN
-from bench.paired import Work, ratios, seconds_of
+from bench.paired import Work, Wrong, ratios, seconds_of
 from bench.test_estimate import estimate_pair
 from bench.test_norms import copy_bandwidth
 from fastlr.display.record import finite, machine
 from fastlr.experiments.runs.folder import commit_of_source
 from fastlr.files import write_text
+from fastlr.ops import gram, tuning
 
 SAMPLES = 64  # whose norms are held to float64
 SIZE = 224
@@ -73,26 +78,34 @@ def measured(name: str, precision: str, n: int, chunk: int | None, rounds: int) 
     """Return the record of one network, in chunks of this size or as many as fit.
 
     Raises:
-        paired.Wrong: its norms are not the truth's, or it does not run as a replayed CUDA graph.
+        paired.Wrong: Its norms are not the truth's, or it does not run as a replayed CUDA graph
+            with every batch norm folded.
     """
     begun = time.perf_counter()
     device = torch.device("cuda")
     work: Work = estimate_pair(
         name, precision, "default", n, SIZE, min(n, SAMPLES), device, chunk=chunk
     )
-    first = seconds_of(work.run, device)
+    notes: list[str] = []
+
+    def estimated() -> None:
+        """Measure once, and keep the notes that are new."""
+        notes.extend(note for note in work.run().notes if note not in notes)
+
+    first = seconds_of(estimated, device)
     facts = dict(work.check())  # two estimates more, by which the chunk is captured
     seconds_of(work.plain, device)
     until_timed = time.perf_counter() - begun
-    pairs = [(seconds_of(work.plain, device), seconds_of(work.run, device)) for _ in range(rounds)]
+    pairs = [(seconds_of(work.plain, device), seconds_of(estimated, device)) for _ in range(rounds)]
     plain, own = zip(*pairs, strict=True)
-    launches = traced(work.run)
+    launches = traced(estimated)
     start = launches[0].begun
     kernels = list(by_kernel(launches))
     return {
         "network": name,
         "precision": precision,
         **facts,
+        "notes": notes,
         "seconds_of_the_first_estimate": first,
         "seconds_until_timed": until_timed,
         **ratios(list(own), list(plain)),
@@ -137,6 +150,8 @@ def show(record: dict[str, Any], console: Console) -> None:
         f"{record['milliseconds_from_first_to_last']:.1f} ms; norms off by "
         f"{record['deviation_rms']:.2g} (torch's own {record['torch_deviation_rms']:.2g})"
     )
+    for note in record["notes"]:
+        console.print(f"note: {note}", markup=False)
     table = Table("kernel", "launches", "ms", box=None, pad_edge=False)
     for name, (count, ms) in list(by_kernel(launches_of(record)).items())[:SHOWN]:
         table.add_row(name[:60], str(count), f"{ms:.2f}")
@@ -151,17 +166,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("networks", nargs="*", default=[MAIN])
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("-n", type=int, default=5000)
-    parser.add_argument("--chunk", type=int, help="default: as many as fit, which takes a run")
+    parser.add_argument("--chunk", type=int, help="default: as many as fit")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", type=torch.device, default="cuda", help="cuda or cuda:1")
     parser.add_argument("--record", type=Path, default=Path("bench/results/gpu"))
     parser.add_argument("--commit", default=commit_of_source())
+    parser.add_argument("--table", type=Path, help="block sizes instead of fastlr/ops/tuned.json")
+    parser.add_argument(
+        "--few-positions",
+        type=int,
+        default=gram.FEW_POSITIONS,
+        help=f"most positions for norms by Gram matrices ({gram.FEW_POSITIONS}; 0: by kernels)",
+    )
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here", file=sys.stderr)
         return 2
     if args.device.index is not None:
         torch.cuda.set_device(args.device)
+    if args.table is not None:
+        if not args.table.exists():
+            print(f"error: --table: {args.table} does not exist", file=sys.stderr)
+            return 2
+        tuning.TABLE = args.table
+        tuning.table.cache_clear()
+    gram.FEW_POSITIONS = args.few_positions
     console = Console()
     args.record.mkdir(parents=True, exist_ok=True)
     made_by = {
@@ -175,12 +204,18 @@ def main(arguments: list[str] | None = None) -> int:
         "commit": args.commit,
         "copy_bytes_per_second": copy_bandwidth(torch.device("cuda")),
     }
+    code = 0
     for name in args.networks:
-        record = made_by | measured(name, args.precision, args.n, args.chunk, args.rounds)
+        try:
+            record = made_by | measured(name, args.precision, args.n, args.chunk, args.rounds)
+        except Wrong as problem:
+            print(f"error: {name}: {problem}", file=sys.stderr)
+            code = 1
+            continue
         path = args.record / f"{name}-{args.precision.replace(' ', '-')}.json"
         write_text(path, compact(record))
         show(record, console)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bench.cases import MAIN, Case, as_double, calibrate, image_network, loop_norms
 from bench.paired import Work, Wrong
 from fastlr import Estimate, LocalRedundancy, ShapeImages, ops
+from fastlr.ghost.fusion.calls import NO_NORM
 from fastlr.ghost.fusion.mode import unfolded
 
 FULL, LOW = 1e-3, 2e-2  # root mean square of the samples' relative deviations: float32, 16 bits
@@ -107,6 +108,21 @@ def measure(estimator: LocalRedundancy, mode: Mode) -> Estimate:
         return estimator.measure()
 
 
+def unfolded_blocks(estimator: LocalRedundancy) -> list[str]:
+    """Return which batch norms ran unfolded in the last forward pass, and why."""
+    modules = estimator.view.module.modules()
+    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
+    blocks = estimator.passes.engine.folding.blocks
+    if norms and blocks.disabled:
+        return [f"no batch norm is folded: {blocks.disabled}"]
+    reasons = blocks.not_folded | blocks.refused
+    unfolded_names = [name for name, reason in reasons.items() if reason != NO_NORM]
+    problems = [f"{name} is not folded: {reasons[name]}" for name in unfolded_names]
+    if len(blocks.folded) < norms and not problems:
+        problems.append(f"only {len(blocks.folded)} of {norms} batch norms are folded")
+    return problems
+
+
 def check_mode(estimator: LocalRedundancy, mode: Mode) -> None:
     """Raise Wrong where the estimate did not run as the mode says."""
     # Where all images are one chunk, the second captures.
@@ -118,6 +134,8 @@ def check_mode(estimator: LocalRedundancy, mode: Mode) -> None:
     slow = sorted(name for name, route in estimate.routes.items() if route in ("loop", "node"))
     if slow:
         problems.append(f"{len(slow)} parameters by a slow route, first {slow[0]}")
+    if mode.folded:
+        problems += unfolded_blocks(estimator)
     if problems:
         raise Wrong("; ".join(problems))
 

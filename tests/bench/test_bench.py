@@ -15,7 +15,7 @@ import contenders
 import torch
 from pytest import UsageError, approx, fixture, mark, raises
 
-from bench import conftest, gpu, layers, paired, table, test_norms
+from bench import conftest, layers, paired, table, test_norms
 from bench.paired import CannotRun, Child, Wrong, ratios
 from fastlr import ops
 from fastlr.errors import InputError
@@ -260,37 +260,3 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys):
         file.write_text(content)
         with raises(InputError, match=says):
             table.read(file)
-
-
-# --------------------------------------------------------------------------------------------------
-
-
-def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(tmp_path, monkeypatch, capsys):
-    """The headline runs whatever the budget; parts left out are named, and failures are counted."""
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(gpu, "compile_ahead", lambda *_: None)
-    ran = []
-    monkeypatch.setattr(gpu, "run", lambda part, *_: ran.append(part.name) or "ok")
-    assert gpu.main(["--budget", "40"]) == 0
-    assert ran == ["doctor", "headline", "ops"]
-    assert "tests: left out: the budget is spent" in (tmp_path / "report.txt").read_text()
-    ran.clear()
-    assert gpu.main(["--quick", "--budget", "1e-9"]) == 0
-    assert ran == ["doctor", "headline"]
-    ran.clear()
-    assert gpu.main([]) == 0
-    assert len(ran) == len(set(ran)) == 9
-    monkeypatch.setattr(gpu, "run", lambda part, *_: "failed (exit code 1): see x.txt")
-    assert gpu.main(["--quick"]) == 1
-    assert "headline: failed" in capsys.readouterr().out
-
-
-@mark.long
-def test_a_part_of_the_gpu_benchmark_is_a_run_of_pytest(tmp_path):
-    part = gpu.Part("ops", ("pytest", "bench/test_norms.py", "-k", "fold_weights"))
-    assert gpu.run(part, tmp_path, "cpu", True, 300) == "ok", (tmp_path / "ops.txt").read_text()
-    gpu.roofline(table.read(tmp_path / "ops.json"), tmp_path / "roofline.png")
-    assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
-    assert gpu.run(part, tmp_path, "cpu", True, 0.1).startswith("not done")
