@@ -22,6 +22,7 @@ from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.convolution import conv_sq_norms, gram_pays, weight_grads
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
+from fastlr.ops.pointwise import input_gradient
 from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT, value_of
 
 SLICE_BYTES = 8 << 20  # of gradients worked on at once on a CPU
@@ -211,7 +212,7 @@ def folded_conv_backward(
         part, g = inputs[lo:hi], grad[lo:hi]
         g = ops.run("activation_grad", g, kept[lo:hi], block.activation)
         if want_input:
-            input_grads.append(gram.input_gradient(g, part, block.folded, block.geometry))
+            input_grads.append(input_gradient(g, part, block.folded, block.geometry))
         known = None if product is None else product[lo:hi]
         norms.append(ops.run("folded_conv_sq_norms", part, g, block, known))
     of_parameters = [_joined(parts) for parts in zip(*norms, strict=True)]

@@ -30,6 +30,7 @@ from fastlr import ops
 from fastlr.ops.block import Block
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.linear import chunks, raised
+from fastlr.ops.pointwise import convolved, pixels_met
 from fastlr.ops.tuning import tuned
 
 LOW = (torch.bfloat16, torch.float16)
@@ -112,109 +113,62 @@ def gram_sq_norms(
 ) -> tuple[Tensor, ...]:  # four of [B]
     """Return what `fastlr.ops.reference.folded.folded_conv_sq_norms` defines, by Gram matrices.
 
-    The pixels of each channel are centred, so that inputs that are nearly constant keep their
-    digits. With p_t = p'_t + m, M = sum_t g_t p'_t^T + (sum_t g_t) m^T, whose second part has the
-    digits of float32; so has <W_c, m> in y_ct = <W_c, p'_t> + <W_c, m>.
+    Gamma's gradient has the digits of a 16-bit y, as in torch's own backward pass of batch norm.
     """
     geometry = block.geometry
+    s, rstd, shift = block.statistics.float()
+    unfolded = convolved(x, block.weight.to(x.dtype), geometry)
+    # sum_t g (y + shift) is sigma times the gradient of gamma
+    of_gamma, sums = ops.run("channel_sums", unfolded[:, None], g[:, None], -shift[None])
+    of_channels = (sums * s, of_gamma * rstd, sums)
     if kind_of(block.weight, geometry) == "pointwise":
-        x, geometry = x[_pixels_met(geometry)], geometry._replace(stride=(1, 1))
+        x, geometry = x[pixels_met(geometry)], geometry._replace(stride=(1, 1))
         block = block._replace(geometry=geometry)
     pixels, positions = prod(_padded_size(x, geometry)), prod(g.shape[2:])
-    ranges = chunks(len(x), pixels**2 + 2 * positions**2, HELD)
-    parts = [_of_samples(x[lo:hi], g[lo:hi], block) for lo, hi in ranges]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
-def _of_samples(x: Tensor, g: Tensor, block: Block) -> tuple[Tensor, ...]:
-    """`gram_sq_norms` of some samples; a pointwise convolution has the pixels that it meets."""
-    weight, geometry = block.weight, block.geometry
-    s, rstd, shift = block.statistics.float()
-    above, left = geometry.padding
-    mean = x.mean((2, 3), dtype=torch.float32).to(x.dtype)
-    x = F.pad(x, (left, left, above, above)) - mean[:, :, None, None]
-    x = x.contiguous(memory_format=torch.channels_last)
-    unfolded = convolved(x, weight.to(x.dtype), geometry._replace(padding=(0, 0)))
-    of_mean = mean.float() @ weight.float().flatten(2).sum(2).mT
-    # sum_t g (y + shift) is sigma times the gradient of gamma
-    of_gamma, sums = ops.run("channel_sums", unfolded[:, None], g[:, None], -(of_mean + shift))
-    of_channels = (sums * s, of_gamma * rstd, sums)
-    of_weight = _of_weight(x, mean, g, s, sums, block)
+    ranges = chunks(len(x), pixels**2 + 4 * positions**2, HELD)
+    of_weight = torch.cat([_of_weight(x[lo:hi], g[lo:hi], s, block) for lo, hi in ranges])
     return of_weight, *(t.double().square().sum(1) for t in of_channels)
 
 
 def _of_weight(
-    x: Tensor,  # [B, C, H, W], centred, with padding
-    mean: Tensor,  # [B, C]
+    x: Tensor,  # [B, C, H, W]; of a pointwise convolution the pixels that it meets
     g: Tensor,  # [B, O, H', W']
     s: Tensor,  # [O]
-    sums: Tensor,  # [B, O], of g over the positions
     block: Block,
 ) -> Tensor:  # [B], float64
     """Return the squared norm of S M, with S = diag(s).
 
-    The scales are divided by the largest, as float16 has a narrow range.
+    The pixels of each channel are centred, so that inputs that are nearly constant keep their
+    digits: a tap k of a patch is p_tk = p'_tk + e_tk m, where e_tk is 0 in the padding and else 1.
+    Then, with G_ts = <s g_t, s g_s>,
+
+        ||S M||^2 = sum_ts G_ts (<p'_t, p'_s> + sum_k (2 <p'_tk, m> e_sk + e_tk e_sk <m, m>)).
+
+    The scales are divided by the largest, as float16 has a narrow range. The products s g_t are
+    rounded to 16 bits: M keeps few digits where inputs are nearly constant and the g_t sum to zero.
     """
     largest = s.abs().amax().clamp_min(torch.finfo(s.dtype).tiny)
-    scales = s / largest
-    rows = _rows(x)
-    scaled = _rows(torch.mul(g, scales[:, None, None], out=torch.empty_like(g)))
-    size = x.shape[2:]
-    products = _over_taps(_product(rows, rows.mT).view(-1, *size, *size), g, block)
-    inner = (products.double() * _product(scaled, scaled.mT)).sum((1, 2))
+    mean = x.mean((2, 3), dtype=torch.float32).to(x.dtype)
+    rows = _rows(_padded(x - mean[:, :, None, None], block))
+    size = _padded_size(x, block.geometry)
+    unscaled = _rows(g)
+    scaled = torch.mul(unscaled, s / largest, out=torch.empty_like(unscaled))
+    of_gradients = _product(scaled, scaled.mT).double()
+
+    positions, taps = prod(g.shape[2:]), prod(block.weight.shape[2:])
+    of_pixels = _product(rows, rows.mT).view(-1, *size, *size)
+    of_patches = _over_taps(of_pixels, g, block).sum((-2, -1)).flatten(1)
     with_mean = _over_taps(_product(rows, mean[:, :, None]).view(-1, *size), g, block)
-    of_sums = sums.float() * scales
-    with_sums = _product(scaled, _in_two(of_sums, g.dtype)).sum(2)
-    cross = (with_mean.double() * with_sums).sum(1)
-    taps = prod(block.weight.shape[2:])
-    common = of_sums.double().square().sum(1) * mean.double().square().sum(1) * taps
-    return (inner + 2 * cross + common).clamp_min(0) * largest.double().square()
-
-
-def convolved(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Return a convolution without bias, pointwise ones as a product of matrices."""
-    if not is_product(x, weight, geometry):
-        return aten.convolution(x, weight, None, *geometry)
-    met = x[_pixels_met(geometry)]
-    return (met.movedim(1, -1) @ weight.flatten(1).mT).movedim(-1, 1)
-
-
-def input_gradient(g: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Return the gradient at the input of a convolution, pointwise ones by a product of matrices.
-
-    Args:
-        g: Gradient at the output [B, O, *spatial'].
-        x: Input [B, C, *spatial], of which only shape and layout matter.
-        weight: Weight [O, C / groups, *kernel], in the dtype of ``g``.
-        geometry: Geometry of the convolution.
-    """
-    if not is_product(x, weight, geometry):
-        mask = [True, False, False]
-        return aten.convolution_backward(g, x, weight, None, *geometry, mask)[0]
-    at_pixels_met = (g.movedim(1, -1) @ weight.flatten(1)).movedim(-1, 1)
-    if max(geometry.stride) == 1:
-        return at_pixels_met
-    found = torch.zeros_like(x)
-    found[_pixels_met(geometry)] = at_pixels_met
-    return found
-
-
-def is_product(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> bool:
-    """Return True if a convolution of ``x`` is a product of matrices as it lies in memory.
-
-    This is for a GPU, where cuDNN would plan each shape and direction.
-    """
-    channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return (
-        kind_of(weight, geometry) == "pointwise"
-        and channels_last
-        and ops.backend_for(x) == "triton"
-    )
-
-
-def _pixels_met(geometry: ConvGeometry) -> tuple[slice, ...]:
-    """Return where a pointwise convolution meets an image [B, C, H, W]."""
-    return (slice(None), slice(None), *(slice(None, None, step) for step in geometry.stride))
+    with_mean = with_mean.reshape(-1, positions, taps)
+    inside = _padded(x.new_ones(1, *x.shape[2:], dtype=torch.float64), block)
+    inside = _over_taps(inside, g, block).reshape(1, positions, taps)
+    of_inside = of_gradients @ inside
+    of_mean = mean.double().square().sum(1)
+    return largest.double().square() * (
+        (of_gradients.flatten(1) * of_patches).sum(1)
+        + 2 * (of_inside * with_mean).sum((1, 2))
+        + of_mean * (of_inside * inside).sum((1, 2))
+    ).clamp_min(0)
 
 
 def _on_device_of(t: Tensor) -> AbstractContextManager:
@@ -224,6 +178,11 @@ def _on_device_of(t: Tensor) -> AbstractContextManager:
 
 def _padded_size(x: Tensor, geometry: ConvGeometry) -> list[int]:
     return [n + 2 * zeros for n, zeros in zip(x.shape[2:], geometry.padding, strict=True)]
+
+
+def _padded(x: Tensor, block: Block) -> Tensor:
+    above, left = block.geometry.padding
+    return F.pad(x, (left, left, above, above))
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -241,32 +200,21 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(raised(a), raised(b))
 
 
-def _in_two(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, O] -> [B, O, 2] in a dtype of fewer digits, whose sum has twice as many as one."""
-    high = t.to(dtype)
-    return torch.stack([high, (t - high).to(dtype)], 2)
-
-
 def _over_taps(products: Tensor, g: Tensor, block: Block) -> Tensor:
-    """Return products of patches from products of padded pixels, as sums over the taps.
+    """Return the products of pixels that make those of patches, along two axes more for the taps.
 
     Args:
-        products: Products of pixels with a vector [B, H, W], or with each other [B, H, W, H, W].
+        products: Products of padded pixels, [B, H, W], or with each other [B, H, W, H, W].
         g: Gradient at the output [B, O, H', W'].
-        block: Block of the convolution; a pointwise one has a pixel for each position.
+        block: Block of the convolution.
 
     Returns:
-        Products of patches [B, T] or [B, T, T], for T = H' W' positions.
+        A view [B, H', W', *kernel], or [B, H', W', H', W', *kernel].
     """
-    kernel, geometry = block.weight.shape[2:], block.geometry
-    patches, positions = (products.ndim - 1) // 2, g.shape[2:]
-    if prod(kernel) > 1 or any(geometry.padding):
-        first, *steps = products.stride()
-        strides = [a * b for a, b in zip(steps, geometry.stride * patches, strict=True)]
-        # A tap moves all patches of a product at once.
-        of_rows, of_columns = (sum(steps[axis::2]) * geometry.dilation[axis] for axis in range(2))
-        windows = products.as_strided(
-            (len(products), *positions * patches, *kernel), (first, *strides, of_rows, of_columns)
-        )
-        products = windows.sum((-2, -1))
-    return products.reshape(-1, *[prod(positions)] * patches)
+    geometry, patches = block.geometry, (products.ndim - 1) // 2
+    first, *steps = products.stride()
+    strides = [a * b for a, b in zip(steps, geometry.stride * patches, strict=True)]
+    # A tap moves all patches of a product at once.
+    of_taps = [sum(steps[axis::2]) * geometry.dilation[axis] for axis in range(2)]
+    shape = (len(products), *tuple(g.shape[2:]) * patches, *block.weight.shape[2:])
+    return products.as_strided(shape, (first, *strides, *of_taps))

@@ -19,7 +19,7 @@ from fastlr.ops.kernel_calls import draw, moved
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 BF16, FP16 = torch.bfloat16, torch.float16
-TOLERANCE = {BF16: 4e-3, FP16: 5e-4}  # of a squared norm; bfloat16 numbers have 2e-3
+TOLERANCE = {BF16: 8e-3, FP16: 1e-3}  # of a squared norm: two units in the last place
 
 
 def call(
@@ -93,7 +93,24 @@ def test_norms_are_those_of_the_definition(name, dtype):
     got = gram.gram_sq_norms(x, g, block)
     want = ops.get("folded_conv_sq_norms", "reference")(x, g, block)
     assert all(t.dtype == torch.float64 for t in got)
-    assert_near(got, want, TOLERANCE[dtype], of="element")
+    check(got, want, x, g, block)
+
+
+def check(got, want, x, g, block):
+    """Hold norms to the definition, those of gamma up to the rounding of the convolution."""
+    (weight, bias, gamma, beta), (of_weight, of_bias, of_gamma, of_beta) = got, want
+    assert_near(
+        (weight, bias, beta), (of_weight, of_bias, of_beta), TOLERANCE[x.dtype], of="element"
+    )
+    y = torch.ops.aten.convolution(x.double(), block.weight.double(), None, *block.geometry)
+    terms = (g.double() * y).abs().sum((2, 3)) * block.statistics[1].double()
+    rounding = 2 * torch.finfo(x.dtype).eps * terms.square().sum(1).sqrt()
+    assert bool(((gamma.sqrt() - of_gamma.sqrt()).abs() <= rounding).all())
+
+
+def test_what_meets_only_padding_has_no_gradient():
+    x, g, block = call(size=(9, 1), kernel=2, stride=2, padding=1, dilation=2)
+    assert gram.gram_sq_norms(x, g, block)[0].count_nonzero() == 0
 
 
 def test_a_zero_norm_is_zero():
@@ -103,7 +120,7 @@ def test_a_zero_norm_is_zero():
     x = torch.cat([x, x], 2)
     got, *_ = gram.gram_sq_norms(x, g, block)
     sizes = x.double().square().sum((1, 2, 3)) * g.double().square().sum((1, 2, 3))
-    assert bool((got >= 0).all()) and bool((got <= 1e-12 * sizes).all())
+    assert bool((got >= 0).all()) and bool((got <= 1e-6 * sizes).all())
 
 
 def test_samples_are_taken_a_few_at_a_time(monkeypatch):
@@ -172,10 +189,12 @@ def test_gpu_gives_the_norms_of_the_definition(dtype):
     for name, options in CALLS.items():
         args = call(**options, dtype=dtype)
         given = changed(lambda a, _: a.cuda() if torch.is_tensor(a) else a, args)
-        got = gram.gram_sq_norms(*given)
+        got = tuple(t.cpu() for t in gram.gram_sq_norms(*given))
         want = ops.get("folded_conv_sq_norms", "reference")(*args)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a.cpu(), b, rtol=TOLERANCE[dtype], atol=0, msg=name)
+        try:
+            check(got, want, *args)
+        except AssertionError as error:
+            raise AssertionError(name) from error
 
 
 # -- which form serves
