@@ -17,7 +17,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from bench.cases import calibrate, image_network
 from fastlr import ops
 from fastlr.files import write_text
 from fastlr.ops import dispatch, tuning
+from fastlr.ops.block import changed
 
 CONFIGURATIONS = 8  # of a shape, the rule's among them
 GAIN = 0.05  # the part of the time that a change must save
@@ -117,24 +119,30 @@ def write_entry(path: Path, architecture: str, key: str, fields: dict[str, int])
     write_text(path, json.dumps(dict(sorted(table.items())), indent=1) + "\n")
 
 
-def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], Calls]:
-    """What rules are asked in a chunk of each network, and the calls of ops in which they are."""
+@contextmanager
+def recording(asked: dict[str, tuning.Asked], calls: Calls) -> Iterator[None]:
+    """Enter what rules are asked by the calls of ops within, also where plain torch serves."""
     from fastlr.kernels import launching
 
-    asked, calls = dict[str, tuning.Asked](), Calls()
     by_kernel = dispatch._by_kernel
 
     def noted(name: str, args: tuple) -> Any:
-        with tuning.noting() as here, launching.asked():  # also where plain torch serves
+        with tuning.noting() as here, launching.asked():
             ops.get(name, "triton")(*args)
         asked.update(here)
         for key in here:
             if len(calls.setdefault(key, [])) < MOST_CALLS:
-                calls[key].append(
-                    (name, tuple(a.detach() if isinstance(a, Tensor) else a for a in args))
-                )
+                detached = changed(lambda a, _: a.detach() if isinstance(a, Tensor) else a, args)
+                calls[key].append((name, tuple(detached)))
         return by_kernel(name, args)
 
+    with patch.object(dispatch, "_by_kernel", noted):
+        yield
+
+
+def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], Calls]:
+    """Return what rules are asked in a chunk of each network, and the calls that ask them."""
+    asked, calls = dict[str, tuning.Asked](), Calls()
     for network in networks:
         torch.manual_seed(0)
         images = fastlr.ShapeImages((3, 224, 224), channels_last=True)
@@ -145,10 +153,8 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
             model, images, batch, batch_size=batch, dtype=torch.bfloat16, progress=False
         )
         estimator.measure()
-        with (
-            patch.object(dispatch, "_by_kernel", noted),
-            estimator.chunks.replays.pause(),
-        ):  # no tensors of a graph's
+        # No tensors of a graph's.
+        with recording(asked, calls), estimator.chunks.replays.pause():
             estimator.measure()
     return asked, calls
 

@@ -12,7 +12,7 @@ from pytest import raises
 from bench import noting, tune
 from bench.convolution_cases import geometry
 from fastlr import ops
-from fastlr.ops import gram, tuning
+from fastlr.ops import dispatch, gram, tuning
 from fastlr.ops.block import Block, Loaded
 
 pytestmark = needs_triton
@@ -72,7 +72,7 @@ def test_a_flag_is_switched():
     assert tune.candidates(what) == [{}, {"gram": False}]
 
 
-def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch():
+def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkeypatch):
     from fastlr.kernels import launching
 
     x = torch.ones(2, 256, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
@@ -81,6 +81,12 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch():
     with tuning.noting() as found, launching.asked():
         assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is NotImplemented
     (key,) = found
+    monkeypatch.setattr(dispatch, "_by_kernel", lambda name, args: NotImplemented)
+    recorded, calls = {}, {}
+    with ops.using("triton"), tune.recording(recorded, calls):
+        ops.run("folded_conv_sq_norms", x, x, block)
+    assert set(recorded) == {key}
+    assert [name for name, _ in calls[key]] == ["folded_conv_sq_norms"]
     of_weight, *_ = tune.results("folded_conv_sq_norms", (x, x, block))
     torch.testing.assert_close(of_weight, torch.full((2,), 256.0**2 * 12**2, dtype=torch.float64))
     with tuning.forcing(key, {"gram": False}), launching.asked() as launched:
