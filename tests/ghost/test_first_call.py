@@ -7,7 +7,10 @@ from pytest import importorskip, mark
 from single_samples import Written
 from torch import nn
 
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.engine import Engine
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.verification import company
 
 
 def block(channels, after):
@@ -105,3 +108,17 @@ def test_image_models_take_two_proofs_at_most(name, dtype, validated):
     biases = [key for key in want if key.endswith("attention_biases")]
     assert biases
     assert all(bool((want[key] > 0).all()) for key in biases)
+
+
+def test_rounding_is_measured_once_for_all_companies(monkeypatch):
+    """Halves of the batch and single samples differ from it by rounding in bfloat16."""
+    measured = []
+    model_noise = company.model_noise
+    monkeypatch.setattr(company, "model_noise", lambda *a: measured.append(1) or model_noise(*a))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 200)).bfloat16()
+    x = torch.randn(40, 300).bfloat16()
+    in_batch = company.in_batch_of(ModelView.of(model), Batch(x, 40, 0), model(x))
+    measured.clear()
+    assert all(in_batch.holds([j, j], model(x[[j, j]]) + 1e-3) for j in range(40))
+    assert sum(measured) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ def in_batch_of(view: ModelView, batch: Batch, output: Tensor) -> InBatch:
     """Return what the samples of a batch give in it, by the model as it is."""
     some = range(min(batch.count, _MEASURED))
 
+    @cache  # each company asks for it
     def noise() -> Noise | None:
         return model_noise(view, batch.pick(some))
 
