@@ -152,8 +152,11 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
     weights = max(p.nbytes for p in view.parameters.values())
     most = _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES
     of_device, of_free = total_bytes(view.device) / 4, _SHARE * free_bytes(view.device)
-    work = _WORK if view.device.type == "cpu" else _WORK_OF_KERNELS
-    per_input = work * activations + weights + 1
+    work = _WORK * activations
+    if view.device.type != "cpu":
+        cotangent_and_gradient = 2 * output[0].nbytes / few
+        work = _WORK_OF_KERNELS * activations + cotangent_and_gradient
+    per_input = work + weights + 1
     inputs = [int(min(budget, most) // per_input) for budget in (of_device, of_free)]
     return InputsThatFit(*[max(1, min(_LARGEST_CHUNK, fitting)) for fitting in inputs])
 

@@ -3,15 +3,20 @@
 The number is the same on all ranks and has no effect on results.
 """
 
+import gc
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
+from weakref import ref
 
+import pytest
 import torch
 from expected import needs_gpu, warned
 from torch import nn
 
 import fastlr
 from fastlr.ghost import runtime
+from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import InputsThatFit
 from fastlr.ghost.verification import audit
 
@@ -92,3 +97,41 @@ def test_a_chunk_on_a_gpu_fits_the_formula():
     ).cuda()
     result = fastlr.estimate(model, fastlr.ShapeImages((3, 64, 64)), 5000)
     assert result.batch_size <= 512 and not result.notes
+
+
+@pytest.mark.parametrize(
+    ("device", "bytes_per_input"),
+    # The input and its hidden layer are saved, and the output stays: 120 numbers.
+    [("cpu", 3 * 4 * 120), ("cuda", 1.5 * 4 * 120 + 2 * 4 * 20)],
+)
+def test_the_formula_counts_activations_outputs_and_the_largest_weight(
+    monkeypatch, device, bytes_per_input
+):
+    model = nn.Sequential(nn.Linear(60, 40, bias=False), nn.Tanh(), nn.Linear(40, 20, bias=False))
+    view, x = ModelView.of(model), torch.randn(2, 60)
+    monkeypatch.setattr(ModelView, "device", torch.device(device))
+    monkeypatch.setattr(runtime, "total_bytes", lambda device: 4_000_000)
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 1_000_000)
+    found = runtime.chunk_for_memory(view, 2, lambda: model(x))
+    largest = 4 * 60 * 40
+    assert found.device == 1_000_000 // (bytes_per_input + largest + 1)
+    assert found.free == 400_000 // (bytes_per_input + largest + 1)
+
+
+def test_looking_at_what_a_pass_saves_leaves_no_graph():
+    class Marker:
+        """Lives as long as the graph."""
+
+    model = nn.Linear(3, 2)
+    markers = [Marker()]
+
+    def forward():
+        z = torch.tanh(model(torch.ones(1, 3)))  # saves its output
+        assert z.grad_fn is not None
+        z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))
+        return z
+
+    assert min(runtime.chunk_for_memory(ModelView.of(model), 1, forward)) > 1
+    alive = ref(markers.pop())
+    gc.collect()
+    assert alive() is None
