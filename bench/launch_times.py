@@ -2,7 +2,7 @@
 
     python -m bench.launch_times [NETWORK ...] [--precision bfloat16] [-n 5000] [--chunk 1000]
                                  [--rounds 10] [--device cuda] [--record FOLDER] [--commit ID]
-                                 [--table FILE] [--few-positions N]
+                                 [--table FILE] [--few-positions N] [--least-weights N]
 
 Of each network the norms are first held to float64. Then plain passes and estimates over the same
 images take turns, as in ``bench/test_estimate.py``, and one estimate more is traced: every kernel
@@ -178,6 +178,12 @@ def main(arguments: list[str] | None = None) -> int:
         default=gram.FEW_POSITIONS,
         help=f"most positions for norms by Gram matrices ({gram.FEW_POSITIONS}; 0: by kernels)",
     )
+    parser.add_argument(
+        "--least-weights",
+        type=int,
+        default=gram.LEAST_WEIGHTS,
+        help=f"fewest weights of a layer for norms by Gram matrices ({gram.LEAST_WEIGHTS})",
+    )
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here", file=sys.stderr)
@@ -190,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         tuning.TABLE = args.table
         tuning.table.cache_clear()
-    gram.FEW_POSITIONS = args.few_positions
+    gram.FEW_POSITIONS, gram.LEAST_WEIGHTS = args.few_positions, args.least_weights
     console = Console()
     args.record.mkdir(parents=True, exist_ok=True)
     made_by = {

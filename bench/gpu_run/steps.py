@@ -101,7 +101,7 @@ STEPS = (
     timed("resnet50", 120, "resnet50 -n 1000"),
     timed("resnet50_kernels", 90, "resnet50 -n 1000 --few-positions 0"),
     timed("resnet50_gram_196", 90, "resnet50 -n 1000 --few-positions 196"),
-    timed("headline_kernels", 120, f"{HEADLINE} --few-positions 0"),
+    timed("headline_gram", 120, f"{HEADLINE} --least-weights 65536"),
     timed("vit_b_16", 60, "vit_b_16 -n 1000"),
     Step("doctor_kernels", 120, 1, python("fastlr doctor --kernels")),
     gpu_tests("tests_ops", 500, OPS_TESTS, processes=12),

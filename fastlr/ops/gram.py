@@ -36,7 +36,7 @@ from fastlr.ops.tuning import tuned
 LOW = (torch.bfloat16, torch.float16)
 FEW_POSITIONS = 64  # at most, for Gram matrices where the tuning table says nothing
 MOST_POSITIONS = 256  # at most, for Gram matrices at all
-LEAST_WEIGHTS = 1 << 16  # smaller weights are a few tiles of a kernel
+LEAST_WEIGHTS = 1 << 19  # fewer: kernels move fewer bytes, and launch less
 HELD = 1 << 27  # elements of Gram matrices held at once
 aten = torch.ops.aten
 

@@ -82,6 +82,7 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkey
         assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is NotImplemented
     (key,) = found
     monkeypatch.setattr(dispatch, "_by_kernel", lambda name, args: NotImplemented)
+    monkeypatch.setattr(gram, "LEAST_WEIGHTS", 1 << 16)
     recorded, calls = {}, {}
     with ops.using("triton"), tune.recording(recorded, calls):
         ops.run("folded_conv_sq_norms", x, x, block)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from agreement import assert_near
 from expected import needs_gpu, needs_triton
-from pytest import mark
+from pytest import fixture, mark
 from single_samples import Written
 from torch import nn
 from torchvision.models.resnet import Bottleneck
@@ -20,6 +20,12 @@ from fastlr.ops.reference.folded import ACTIVATIONS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, FP16: 1e-3}  # of a squared norm: two units in the last place
+
+
+@fixture(autouse=True)
+def _fewer_weights_suffice(monkeypatch):
+    """Keep the layers of tests small."""
+    monkeypatch.setattr(gram, "LEAST_WEIGHTS", 1 << 16)
 
 
 def call(
