@@ -75,6 +75,7 @@ def test_a_flag_is_switched():
 def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkeypatch):
     from fastlr.kernels import launching
 
+    monkeypatch.setattr(gram, "LEAST_WEIGHTS", 1 << 16)
     x = torch.ones(2, 256, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(256, 256, 1, 1)
     block = Block(weight, weight.bfloat16(), torch.ones(4, 256), "none", geometry(2))
@@ -82,7 +83,6 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkey
         assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is NotImplemented
     (key,) = found
     monkeypatch.setattr(dispatch, "_by_kernel", lambda name, args: NotImplemented)
-    monkeypatch.setattr(gram, "LEAST_WEIGHTS", 1 << 16)
     recorded, calls = {}, {}
     with ops.using("triton"), tune.recording(recorded, calls):
         ops.run("folded_conv_sq_norms", x, x, block)
