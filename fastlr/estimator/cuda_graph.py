@@ -26,9 +26,9 @@ from fastlr.estimator.passes import Passes
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
-from fastlr.ghost.process_state import without_cudnn
 from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
 from fastlr.ghost.verification.noise import Noise
+from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import gathered, out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 

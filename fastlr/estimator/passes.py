@@ -23,10 +23,10 @@ from fastlr.ghost.batch import along, copied
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.process_state import without_cudnn
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import move_samples
 from fastlr.ghost.support_report import shared_inputs
+from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
 
@@ -124,8 +124,9 @@ class Passes:
 
     def forward(self, x: Any) -> Tensor:
         """Return the model's output for copies of the inputs, with its graph."""
-        cudnn_off = without_cudnn(self.view.device)  # nothing is compared with this output
-        with self.autocast(), cudnn_off, refusals(self.view, x):
+        parameters = self.view.parameters.values()
+        native = without_cudnn(self.view.device, parameters, compared=False)
+        with self.autocast(), native, refusals(self.view, x):
             output = self.view.forward(copied(x))
         self.ends_in_sigmoid = ends_in_sigmoid(output)
         return output

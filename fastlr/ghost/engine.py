@@ -39,13 +39,14 @@ from fastlr.ghost.norms import (
     norms_of_one,
 )
 from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
-from fastlr.ghost.process_state import quiet_rng, with_cudnn, without_cudnn
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import BufferKeeper, emptied, put_back
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.compiled_parts import uncompiled
+from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import anything_compiled
@@ -363,7 +364,7 @@ class Engine:
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
-        with with_cudnn():
+        with cudnn_as_user_set(self.view.device):
             z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
         written = times_written(given) != before
         if written and is_known_to_write_none:
@@ -526,7 +527,9 @@ class Engine:
             plan.structure.classify(graph)
             (one,) = passes(cotangent, z.detach(), self.view.out_dim)
             uses, routes = plan.structure.uses, plan.flags.ledger.routes()
-            norms = sq_norms(graph, uses, z, one.v, plan.shapes.layouts, plan.count, routes)
+            layouts = plan.shapes.layouts
+            with cudnn_as_user_set(self.view.device):
+                norms = sq_norms(graph, uses, z, one.v, layouts, plan.count, routes)
             table = self._table(norms, one)
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, z.detach()

@@ -18,10 +18,10 @@ from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of
-from fastlr.ghost.process_state import with_cudnn
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
 from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.torch_private import tree_flatten
 
 
@@ -36,7 +36,7 @@ def norms_by_rules(
         return {}
     routes = chunk.ledger.routes()
     try:
-        with with_cudnn():
+        with cudnn_as_user_set(chunk.view.device):
             return sq_norms(
                 chunk.graph,
                 plan.structure.uses,
@@ -57,7 +57,8 @@ def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
     parameters = chunk.view.parameters
     if not chunk.flags.right_copies.alone(_key_of_single(chunk, parameters)):
         return norms_by_loop(chunk, v, parameters)
-    exact = exact_grads(chunk.z, parameters, v, retain=retain)
+    with cudnn_as_user_set(chunk.view.device):
+        exact = exact_grads(chunk.z, parameters, v, retain=retain)
     return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
 
 
@@ -71,9 +72,10 @@ def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict
     close = norm_tolerance(view, chunk.ledger, v.device)
     key = _key_of_single(chunk, chosen)
     by_sample = []  # [parameters] each
-    for sample in range(chunk.count):
-        norms = copies.sq_norms(samples, sample, view.row(v, sample), key, close)
-        by_sample.append(torch.stack(norms))
+    with cudnn_as_user_set(view.device):
+        for sample in range(chunk.count):
+            norms = copies.sq_norms(samples, sample, view.row(v, sample), key, close)
+            by_sample.append(torch.stack(norms))
     for note in copies.notes:
         chunk.ledger.note(note)
     return dict(zip(chosen, torch.stack(by_sample, 1), strict=True))

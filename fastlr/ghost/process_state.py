@@ -1,4 +1,4 @@
-"""What threads share and a measurement changes: generators, filters of warnings, cuDNN's switch.
+"""Process-wide state that a measurement changes: random generators and warning filters.
 
 The CPU's generator, and that of a GPU, is one for all threads. The first of the threads that
 measure at the same time keeps its state, the last puts it back: none turns it back while another,
@@ -11,14 +11,13 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from fastlr.ops.held import SharedContext
-from fastlr.ops.torch_private import cudnn_enabled, enable_cudnn, narrow_products
 
 _changed = threading.Lock()  # of the two below
 _inside: Counter[int] = Counter()  # thread -> how often it is within `quiet_rng`
@@ -73,53 +72,6 @@ def _ignoring() -> Iterator[None]:
 _filters = SharedContext(_ignoring)
 
 
-def without_cudnn(
-    device: torch.device, parameters: Iterable[Tensor] = ()
-) -> AbstractContextManager[None]:
-    """Run convolutions on a GPU by torch's own kernels, except within `with_cudnn`.
-
-    cuDNN plans every new problem (shape, dtype, direction) for 20 to 40 ms in every process.
-    Verification meets hundreds of problems and runs each once. The switch is the process's.
-
-    Args:
-        device: Device of the model.
-        parameters: Parameters of the measured pass. If some are float32 and that pass may use TF32,
-            cuDNN stays on: torch's own kernels have more digits, and sound models would be refused.
-    """
-    if device.type not in _PLANNED_ON:
-        return nullcontext()
-    single = any(p.dtype == torch.float32 for p in parameters)
-    if single and not torch.is_autocast_enabled(device.type) and narrow_products(device.type):
-        return nullcontext()
-    return _without_cudnn.held()
-
-
-@contextmanager
-def with_cudnn() -> Iterator[None]:
-    """Run the measured pass as the user has set cuDNN."""
-    before = cudnn_enabled()
-    enable_cudnn(_cudnn_of_user[-1] if _cudnn_of_user else before)
-    try:
-        yield
-    finally:
-        enable_cudnn(before)
-
-
-@contextmanager
-def _cudnn_off() -> Iterator[None]:
-    _cudnn_of_user.append(cudnn_enabled())
-    enable_cudnn(False)
-    try:
-        yield
-    finally:
-        enable_cudnn(_cudnn_of_user.pop())
-
-
-_PLANNED_ON = ("cuda",)  # types of devices
-_cudnn_of_user: list[bool] = []  # setting of the user while cuDNN is off
-_without_cudnn = SharedContext(_cudnn_off)
-
-
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """As `quiet_rng`, with seeded generators, which one thread at a time draws from here."""
@@ -142,9 +94,8 @@ def _put_back(states: dict[torch.device, Tensor]) -> None:
 
 def _forked() -> None:
     """In a forked process: of its parent's threads there is but the one that forked."""
-    global _changed, _seeded, _filters, _without_cudnn
+    global _changed, _seeded, _filters
     _changed, _seeded, _filters = threading.Lock(), threading.RLock(), SharedContext(_ignoring)
-    _without_cudnn = SharedContext(_cudnn_off)
     for thread in [one for one in _inside if one != threading.get_ident()]:
         del _inside[thread]
     if not _inside:

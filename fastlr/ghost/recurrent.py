@@ -32,8 +32,10 @@ from fastlr.ghost.factors import Dense, Factor, Norms, Outer
 from fastlr.ghost.ownership import Step
 from fastlr.ghost.rules import Ready, Site, rule, take_ready
 from fastlr.ghost.sample_axis import Regular, Unsupported
+from fastlr.ops.cudnn import never_cudnn
+from fastlr.ops.held import SharedContext
 from fastlr.ops.linear import raised
-from fastlr.ops.torch_private import fused_recurrence, set_fused_recurrence
+from fastlr.ops.torch_private import enable_mkldnn, mkldnn_enabled
 
 NODE = "ScanBackward"
 STATES = ("h0", "c0")
@@ -78,19 +80,21 @@ class Unfused(TorchFunctionMode):
     def run_by_steps(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one call, and count it."""
         self.calls += 1
-        with _fused_off():
+        with _mkldnn_off.held(), never_cudnn():
             return func(*args, **kwargs)
 
 
 @contextmanager
-def _fused_off() -> Iterator[None]:
-    """Neither oneDNN nor cuDNN takes a recurrent layer within this context."""
-    before = fused_recurrence()
-    set_fused_recurrence(False, False)
+def _without_mkldnn() -> Iterator[None]:
+    before = mkldnn_enabled()
+    enable_mkldnn(False)
     try:
         yield
     finally:
-        set_fused_recurrence(*before)
+        enable_mkldnn(before)
+
+
+_mkldnn_off = SharedContext(_without_mkldnn)
 
 
 def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
@@ -243,7 +247,7 @@ class Scan(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # noqa: D102
         *tensors, roles, func = given
         t = {role: tensor.detach() for role, tensor in zip(roles, tensors, strict=True)}
-        with _fused_off() if t["x"].is_cuda else nullcontext():
+        with never_cudnn() if t["x"].is_cuda else nullcontext():
             initial = tuple(t[role][None].contiguous() for role in STATES if role in t)
             hx = initial if len(initial) == 2 else initial[0]
             weights = [t[role] for role in WEIGHTS if role in t]

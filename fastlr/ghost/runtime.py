@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from threading import Timer
@@ -24,6 +24,7 @@ from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.state import BufferKeeper, TrainFlags, put_back
+from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes, total_bytes
 from fastlr.ops.torch_private import tree_flatten
@@ -71,14 +72,9 @@ def _repeatable(modules: list[nn.Module], device: torch.device) -> Iterator[None
     if device.type != "cuda":
         yield
         return
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
-    cudnn.enabled = cudnn.enabled and not any(isinstance(module, nn.RNNBase) for module in modules)
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
+    with repeatable_cudnn(), never_cudnn() if is_recurrent else nullcontext():
         yield
-    finally:
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before
 
 
 def move_samples(t: Any, in_dim: int, size: int) -> Any:

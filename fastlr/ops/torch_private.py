@@ -226,18 +226,14 @@ def module_calls() -> list[Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def fused_recurrence() -> tuple[bool, bool]:
-    """Return whether oneDNN and cuDNN are on.
-
-    Unlike ``torch.backends`` it tells also where its flags are frozen.
-    """
-    return _get("_C._get_mkldnn_enabled")(), cudnn_enabled()
+def mkldnn_enabled() -> bool:
+    """Return whether oneDNN is on, also where the flags of ``torch.backends`` are frozen."""
+    return _get("_C._get_mkldnn_enabled")()
 
 
-def set_fused_recurrence(mkldnn: bool, cudnn: bool) -> None:
-    """Switch oneDNN and cuDNN on or off."""
-    _get("_C._set_mkldnn_enabled")(mkldnn)
-    enable_cudnn(cudnn)
+def enable_mkldnn(enabled: bool) -> None:
+    """Switch oneDNN on or off."""
+    _get("_C._set_mkldnn_enabled")(enabled)
 
 
 def cudnn_enabled() -> bool:

@@ -6,8 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr import ops
-from fastlr.ghost import process_state
-from fastlr.ops import dispatch
+from fastlr.ops import cudnn, dispatch
 from fastlr.ops.torch_private import cudnn_enabled
 
 
@@ -62,6 +61,6 @@ def counted(monkeypatch):
             problems.within_kernel = before
 
     monkeypatch.setattr(ops, "run", run)
-    monkeypatch.setattr(process_state, "_PLANNED_ON", ("cpu",))
+    monkeypatch.setattr(cudnn, "PLANNED_ON", ("cpu",))
     with ops.using("triton", twins=True), problems:
         yield problems

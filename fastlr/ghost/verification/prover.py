@@ -44,7 +44,6 @@ from fastlr.ghost.fusion.mode import OURS, Folding
 from fastlr.ghost.graph import Graph, Place, Use, walk
 from fastlr.ghost.model_io import FAILURES, ModelView, require_graph
 from fastlr.ghost.ownership import trace, without_rows
-from fastlr.ghost.process_state import without_cudnn
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
@@ -58,6 +57,7 @@ from fastlr.ghost.verification.forward_checks import (
 )
 from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
 from fastlr.ghost.verification.trial import Trial
+from fastlr.ops.cudnn import without_cudnn
 
 ALL_SCALES = (-20, 20)  # exponents of two: so much larger cotangents, so much larger gradients
 SMALL_SCALES = (3,)  # where the model casts to a dtype that holds no such range
@@ -106,7 +106,9 @@ class Prover:
         clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
         def step_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
-            with trial.subject.precision(), without_cudnn(self.view.device):
+            parameters = self.view.parameters.values()
+            native = without_cudnn(self.view.device, parameters, compared=False)
+            with trial.subject.precision(), native:
                 step(trial)
                 otherwise = interaction_under_other_conditions(
                     trial, clone_or_model, perturbation, seed
