@@ -103,11 +103,11 @@ def hash_triton_in_background() -> Thread:
     Returns:
         The thread, which nothing has to wait for.
     """
-    kept = import_module("triton.runtime.cache")
+    cache_module = import_module("triton.runtime.cache")
 
     def hash_files() -> None:
         with suppress(Exception):  # the first launch hashes them itself, and raises
-            kept.triton_key()
+            cache_module.triton_key()
 
     thread = Thread(target=hash_files, daemon=True)
     thread.start()

@@ -30,14 +30,15 @@ from fastlr import ops
 from fastlr.ops.block import Block
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.linear import chunks, raised
-from fastlr.ops.pointwise import convolved, pixels_met
+from fastlr.ops.pointwise import convolved, strided_pixels
 from fastlr.ops.tuning import tuned
 
 LOW = (torch.bfloat16, torch.float16)
-FEW_POSITIONS = 64  # at most, for Gram matrices where the tuning table says nothing
-MOST_POSITIONS = 256  # at most, for Gram matrices at all
-LEAST_WEIGHTS = 1 << 19  # fewer: kernels move fewer bytes, and launch less
-HELD = 1 << 27  # elements of Gram matrices held at once
+# Unless the tuning table decides, Gram matrices are chosen up to this number of positions, and from
+# this number of weights. For fewer weights, kernels move fewer bytes in fewer launches.
+FEW_POSITIONS, LEAST_WEIGHTS = 64, 1 << 19
+MOST_POSITIONS = 256  # Largest number of positions that the tuning table may choose them for.
+HELD = 1 << 27  # Elements of Gram matrices held at once.
 aten = torch.ops.aten
 
 
@@ -85,10 +86,14 @@ def serves_norms(x: Tensor, g: Tensor, block: Block) -> bool:
     """
     if not _covers(x, g, block):
         return False
+    inputs, outputs = x.shape[1], g.shape[1]
     taps, positions = prod(block.weight.shape[2:]), prod(g.shape[2:])
     pixels = prod(_padded_size(x, block.geometry)) if taps > 1 else positions
+    of_gram = pixels**2 * inputs + positions**2 * outputs
+    if of_gram >= positions * taps * inputs * outputs:  # multiplications
+        return False
     with _on_device_of(x):
-        return norms_form(x.dtype, x.shape[1], g.shape[1], taps, pixels, positions).gram
+        return norms_form(x.dtype, inputs, outputs, taps, pixels, positions).gram
 
 
 def serves_backward(x: Tensor, g: Tensor, block: Block) -> bool:
@@ -122,10 +127,10 @@ def gram_sq_norms(
     of_gamma, sums = ops.run("channel_sums", unfolded[:, None], g[:, None], -shift[None])
     of_channels = (sums * s, of_gamma * rstd, sums)
     if kind_of(block.weight, geometry) == "pointwise":
-        x, geometry = x[pixels_met(geometry)], geometry._replace(stride=(1, 1))
+        x, geometry = x[strided_pixels(geometry)], geometry._replace(stride=(1, 1))
         block = block._replace(geometry=geometry)
     pixels, positions = prod(_padded_size(x, geometry)), prod(g.shape[2:])
-    ranges = chunks(len(x), pixels**2 + 4 * positions**2, HELD)
+    ranges = chunks(len(x), pixels**2 + 6 * positions**2, HELD)
     of_weight = torch.cat([_of_weight(x[lo:hi], g[lo:hi], s, block) for lo, hi in ranges])
     return of_weight, *(t.double().square().sum(1) for t in of_channels)
 
@@ -144,18 +149,15 @@ def _of_weight(
 
         ||S M||^2 = sum_ts G_ts (<p'_t, p'_s> + sum_k (2 <p'_tk, m> e_sk + e_tk e_sk <m, m>)).
 
-    The scales are divided by the largest, as float16 has a narrow range. The products s g_t are
-    rounded to 16 bits: M keeps few digits where inputs are nearly constant and the g_t sum to zero.
     """
-    largest = s.abs().amax().clamp_min(torch.finfo(s.dtype).tiny)
     mean = x.mean((2, 3), dtype=torch.float32).to(x.dtype)
     rows = _rows(_padded(x - mean[:, :, None, None], block))
     size = _padded_size(x, block.geometry)
-    unscaled = _rows(g)
-    scaled = torch.mul(unscaled, s / largest, out=torch.empty_like(unscaled))
-    of_gradients = _product(scaled, scaled.mT).double()
-
     positions, taps = prod(g.shape[2:]), prod(block.weight.shape[2:])
+    scaled, largest = _scaled(_rows(g), s)
+    of_gradients = _product(scaled, scaled.mT).view(-1, 2, positions, 2, positions)
+    of_gradients = of_gradients.sum((1, 3), dtype=torch.float64)
+
     of_pixels = _product(rows, rows.mT).view(-1, *size, *size)
     of_patches = _over_taps(of_pixels, g, block).sum((-2, -1)).flatten(1)
     with_mean = _over_taps(_product(rows, mean[:, :, None]).view(-1, *size), g, block)
@@ -164,11 +166,31 @@ def _of_weight(
     inside = _over_taps(inside, g, block).reshape(1, positions, taps)
     of_inside = of_gradients @ inside
     of_mean = mean.double().square().sum(1)
-    return largest.double().square() * (
+    return largest**2 * (
         (of_gradients.flatten(1) * of_patches).sum(1)
         + 2 * (of_inside * with_mean).sum((1, 2))
         + of_mean * (of_inside * inside).sum((1, 2))
     ).clamp_min(0)
+
+
+def _scaled(g: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return s g / largest as the sum of two 16-bit numbers, and the largest of each sample.
+
+    One 16-bit number would be too coarse where M nearly vanishes: where inputs are nearly constant
+    and gradients sum to zero. Without the division, float16 would lose small numbers.
+
+    Args:
+        g: Gradients [B, T, O].
+        s: Scales [O].
+
+    Returns:
+        Rows of both numbers [B, 2 T, O] in the dtype of ``g``; largest [B], float64.
+    """
+    wide = g * s
+    largest = wide.abs().amax((1, 2)).clamp_min(torch.finfo(wide.dtype).tiny)
+    wide = wide / largest[:, None, None]
+    high = wide.to(g.dtype)
+    return torch.cat([high, (wide - high).to(g.dtype)], 1), largest.double()
 
 
 def _on_device_of(t: Tensor) -> AbstractContextManager:

@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 def convolved(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
     """Return a convolution without bias, pointwise ones as a product of matrices."""
-    if not is_product(x, weight, geometry):
+    if not runs_as_matmul(x, weight, geometry):
         return aten.convolution(x, weight, None, *geometry)
-    met = x[pixels_met(geometry)]
+    met = x[strided_pixels(geometry)]
     return (met.movedim(1, -1) @ weight.flatten(1).mT).movedim(-1, 1)
 
 
@@ -31,18 +31,18 @@ def input_gradient(g: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry)
         weight: Weight [O, C / groups, *kernel], in the dtype of ``g``.
         geometry: Geometry of the convolution.
     """
-    if not is_product(x, weight, geometry):
+    if not runs_as_matmul(x, weight, geometry):
         mask = [True, False, False]
         return aten.convolution_backward(g, x, weight, None, *geometry, mask)[0]
     at_pixels_met = (g.movedim(1, -1) @ weight.flatten(1)).movedim(-1, 1)
     if max(geometry.stride) == 1:
         return at_pixels_met
     found = torch.zeros_like(x)
-    found[pixels_met(geometry)] = at_pixels_met
+    found[strided_pixels(geometry)] = at_pixels_met
     return found
 
 
-def is_product(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> bool:
+def runs_as_matmul(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> bool:
     """Return True if a convolution of ``x`` runs as a product of matrices: 16 bits, channels last.
 
     In float32 cuDNN may use TF32, and products of matrices do not by default.
@@ -52,6 +52,6 @@ def is_product(x: Tensor, weight: Tensor, geometry: ConvGeometry) -> bool:
     return fast and kind_of(weight, geometry) == "pointwise"
 
 
-def pixels_met(geometry: ConvGeometry) -> tuple[slice, ...]:
-    """Return where a pointwise convolution meets an image [B, C, H, W]."""
+def strided_pixels(geometry: ConvGeometry) -> tuple[slice, ...]:
+    """Return the index of the pixels that a pointwise convolution meets in [B, C, H, W]."""
     return (slice(None), slice(None), *(slice(None, None, step) for step in geometry.stride))

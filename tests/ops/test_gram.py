@@ -129,6 +129,29 @@ def test_a_zero_norm_is_zero():
     assert bool((got >= 0).all()) and bool((got <= 1e-6 * sizes).all())
 
 
+@mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_large_scale_without_a_gradient_costs_no_digits(dtype):
+    """As of a channel whose running variance is zero, behind a closed ReLU."""
+    x, g, block = call(64, 64, dtype=dtype)
+    g = g * 1e-4
+    g[:, 0] = 0
+    channels = block.channels.clone()
+    channels[1] = 0.1
+    channels[1, 0] = 1e5
+    block = block._replace(channels=channels)
+    got = gram.gram_sq_norms(x, g, block)
+    check(got, ops.get("folded_conv_sq_norms", "reference")(x, g, block), x, g, block)
+
+
+@needs_triton
+def test_patches_of_many_pixels_are_left_to_kernels():
+    """Sixty-four positions of 16 x 16 pixels each: products of pixels would be 16,384 squared."""
+    patches = call(3, 768, (128, 128), kernel=16, stride=16)
+    with tuning.noting() as asked:
+        assert launches("folded_conv_sq_norms", *patches)
+    assert not [key for key in asked if "norms_form" in key], "nor may the table choose otherwise"
+
+
 def test_samples_are_taken_a_few_at_a_time(monkeypatch):
     x, g, block = call(kernel=3, padding=1)
     whole = gram.gram_sq_norms(x, g, block)
@@ -232,7 +255,7 @@ def test_kernels_decline_few_positions_of_many_weights():
 
 @needs_triton
 def test_the_tuning_table_chooses(monkeypatch):
-    few, many = call(256, 256), call(256, 256, (14, 14))
+    few, many = call(256, 256), call(512, 600, (14, 14))
     given, _ = backward("relu", torch.device("cpu"))
     with tuning.noting() as asked:
         launches("folded_conv_sq_norms", *few)
