@@ -146,9 +146,12 @@ class Chunks:
         It follows from the bytes that a small forward pass saves, so that it is the same in every
         run unless little memory is free.
         """
-        few = min(2, self.options.total)
-        x = self.passes.view.inputs(self.passes.inputs(0, few))
-        fitting = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
+        passes = self.passes
+
+        def forward(count: int) -> Tensor:
+            return passes.forward(passes.view.inputs(passes.inputs(0, count)))
+
+        fitting = chunk_for_memory(passes.view, min(2, self.options.total), forward)
         size = min(fitting)
         if size < min(fitting.device, share):
             self.note(

@@ -99,23 +99,51 @@ def test_a_chunk_on_a_gpu_fits_the_formula():
     assert result.batch_size <= 512 and not result.notes
 
 
+def fitting_on(device, model, x, monkeypatch, **autocast):
+    """Return the chunk for a quarter of a million bytes by the device and by what is free."""
+    monkeypatch.setattr(ModelView, "device", torch.device(device))
+    monkeypatch.setattr(runtime, "total_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 625_000)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        both = runtime.chunk_for_memory(
+            ModelView.of(model), 2, lambda count: model(x[:count].clone())
+        )
+    assert both.device == both.free
+    return both.device
+
+
 @pytest.mark.parametrize(
     ("device", "bytes_per_input"),
-    # The input and its hidden layer are saved, and the output stays: 120 numbers.
-    [("cpu", 3 * 4 * 120), ("cuda", 1.5 * 4 * 120 + 2 * 4 * 20)],
+    # Saved are the input and the hidden layer; the output stays.
+    [("cpu", 3 * 4 * 120), ("cuda", 1.5 * 4 * 120 + 4 * 4 * 20)],
 )
 def test_the_formula_counts_activations_outputs_and_the_largest_weight(
     monkeypatch, device, bytes_per_input
 ):
     model = nn.Sequential(nn.Linear(60, 40, bias=False), nn.Tanh(), nn.Linear(40, 20, bias=False))
-    view, x = ModelView.of(model), torch.randn(2, 60)
-    monkeypatch.setattr(ModelView, "device", torch.device(device))
-    monkeypatch.setattr(runtime, "total_bytes", lambda device: 4_000_000)
-    monkeypatch.setattr(runtime, "free_bytes", lambda device: 1_000_000)
-    found = runtime.chunk_for_memory(view, 2, lambda: model(x))
     largest = 4 * 60 * 40
-    assert found.device == 1_000_000 // (bytes_per_input + largest + 1)
-    assert found.free == 400_000 // (bytes_per_input + largest + 1)
+    found = fitting_on(device, model, torch.randn(2, 60), monkeypatch)
+    assert found == 250_000 // (bytes_per_input + largest + 1)
+
+
+def test_weights_that_autocast_casts_are_not_counted_for_each_input(monkeypatch):
+    """On a GPU. They would be half of what a pass of two inputs saves."""
+    model = nn.Sequential(nn.Linear(60, 40, bias=False), nn.Tanh(), nn.Linear(40, 20, bias=False))
+    found = fitting_on("cuda", model, torch.randn(2, 60), monkeypatch, autocast=True)
+    activations = 2 * (60 + 40) + 2 * 20
+    assert found == 250_000 // (1.5 * activations + 4 * 2 * 20 + 4 * 60 * 40 + 1)
+
+
+def test_a_model_that_takes_no_odd_batch_has_a_chunk(monkeypatch):
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(60, 40)
+
+        def forward(self, x):
+            return self.linear(x.view(-1, 2, 60)).flatten(0, 1)
+
+    assert 1 < fitting_on("cuda", Pairs(), torch.randn(2, 60), monkeypatch) < 30
 
 
 def test_looking_at_what_a_pass_saves_leaves_no_graph():
@@ -125,8 +153,8 @@ def test_looking_at_what_a_pass_saves_leaves_no_graph():
     model = nn.Linear(3, 2)
     markers = [Marker()]
 
-    def forward():
-        z = torch.tanh(model(torch.ones(1, 3)))  # saves its output
+    def forward(count):
+        z = torch.tanh(model(torch.ones(count, 3)))  # saves its output
         assert z.grad_fn is not None
         z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))
         return z
