@@ -56,7 +56,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 296_800,
+        "tokens": 297_300,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
     "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
@@ -65,7 +65,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 321_000,
+        "tokens": 324_000,
     },
 }
 

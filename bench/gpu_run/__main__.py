@@ -4,17 +4,19 @@
                             [--commit ID]
 
 The steps are those of `bench.gpu_run.steps`. A step that exceeds its time limit is stopped with all
-its processes. Five files are written to the output folder, each after every step:
+its processes; so is a step whose run is killed. The time counts from the start of the process. Five
+files are in the output folder after every step:
 
 - ``results.jsonl``: a line per attempt of a step (exit code, seconds, time limit, output);
-- ``tests.jsonl``: a line per test (outcome, seconds, text of a failure), written when it ends;
-- ``report.txt``: a line per attempt, to read;
+- ``tests.jsonl``: lines when a test is collected, starts and ends (outcome, seconds, failure);
+- ``report.txt``: a line per attempt, and the number of tests by outcome, to read;
 - ``records.tar.gz``: records of the benchmarks;
 - ``triton.tar.gz``: compiled kernels, so that the next machine need not compile them again.
 
 With ``--resume`` a command starts from the files of an earlier one. It skips steps that passed or
 have used up their attempts, and tests that passed. An attempt that was cut short by the end of its
-command is not counted.
+command is not counted. While a step runs, its output is in ``step.log``. If the run is killed, the
+next command reports the end of that file.
 
 Exits with 1 if a step failed and none is left to try, 2 if nothing can run here, 0 otherwise.
 """
@@ -29,9 +31,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_run.first_value import process_start
 from bench.gpu_run.runner import RESULTS, GpuRun
 from bench.gpu_run.steps import ROOT, STEPS, read_steps
 
@@ -114,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
         "GPU_RUN_COMMIT": options.commit or commit(),
     }
     with tempfile.TemporaryDirectory(prefix="gpu-run-") as work:
-        return GpuRun(steps, out, Path(work), resume, environment).run(options.seconds)
+        run = GpuRun(steps, out, Path(work), resume, environment)
+        return run.run(options.seconds - (time.time() - process_start()))
 
 
 if __name__ == "__main__":

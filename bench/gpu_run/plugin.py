@@ -1,8 +1,10 @@
 """Plugin of pytest: tests that need a GPU, a line of JSON per test, a time limit per test.
 
 ``pytest -p bench.gpu_run.plugin`` selects the tests that are skipped without a GPU and have not
-passed according to ``$GPU_RUN_EARLIER_TESTS``, and appends a line per test to ``$GPU_RUN_TESTS``.
-``$GPU_RUN_ALL_TESTS`` selects the others too. It works with and without pytest-xdist.
+passed according to ``$GPU_RUN_EARLIER_TESTS``, and appends lines to ``$GPU_RUN_TESTS``: when a test
+is collected for the first time, when it starts and when it ends. A test whose last line is
+"started" ended the process, or was cut short. ``$GPU_RUN_ALL_TESTS`` selects the other tests too.
+The plugin works with and without pytest-xdist.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ TEST_SECONDS = float(os.environ.get("GPU_RUN_TEST_SECONDS", "240"))
 STUCK_SECONDS = 30.0  # after TEST_SECONDS: Python code does not run any more
 FAILURE = 6000  # characters of a failure's text
 NO_TEST_RAN = 5  # exit code of pytest
+# Places of tests by their last outcome, 1 for others. A crash comes last: it ends all tests.
+PLACES = {"": 0, "collected": 0, "started": 2}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +61,7 @@ def earlier_outcomes() -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select tests that need a GPU and have not passed; those that failed come last."""
+    """Select tests that need a GPU and have not passed; those that failed or crashed come last."""
     outcomes = earlier_outcomes()
     select_all = bool(os.environ.get("GPU_RUN_ALL_TESTS"))
 
@@ -67,13 +71,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     wanted = [item for item in items if is_wanted(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
-    items[:] = sorted(wanted, key=lambda item: item.nodeid in outcomes)
+    items[:] = sorted(wanted, key=lambda item: PLACES.get(outcomes.get(item.nodeid, ""), 1))
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # the controller collects nothing
+        for item in items:
+            if item.nodeid not in outcomes:
+                write_line(test=item.nodeid, outcome="collected")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Succeed where no test is left to run."""
     if exitstatus == NO_TEST_RAN:
         session.exitstatus = 0
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Write a line before a test that may end this process; see `pytest_runtest_logreport`."""
+    if not is_worker():
+        write_line(test=nodeid, outcome="started")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.gpu_run.steps import OWN_CACHE, ROOT, Step
@@ -21,7 +22,10 @@ RESERVE = 8.0  # seconds at the end, for the archives
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 PRINTED = 200_000  # characters of a step's output that are kept
 LARGEST = 15 << 20  # bytes of an archive
+LAST_LINES = 40  # of the output of a step whose run was killed, for the report
 RESULTS, TESTS, REPORT = "results.jsonl", "tests.jsonl", "report.txt"
+LOG = "step.log"  # output of the step under way
+NAMES = {"started": "crashed or cut short", "collected": "not yet run"}  # of outcomes
 
 
 @dataclasses.dataclass
@@ -72,6 +76,16 @@ def whole_lines(path: Path) -> list[str]:
     return lines
 
 
+def summary_of_tests(path: Path) -> str:
+    """Return the number of tests by their last outcome in a line, or "" without any test."""
+    tests = [json.loads(line) for line in whole_lines(path)]
+    last_outcomes = {test["test"]: test["outcome"] for test in tests}
+    counts = Counter(last_outcomes.values())
+    outcomes = ("passed", "failed", "started", "skipped", "collected")
+    parts = [f"{counts[outcome]} {NAMES.get(outcome, outcome)}" for outcome in outcomes]
+    return f"tests: {', '.join(parts)}" if tests else ""
+
+
 def signal_group(group: int, number: int) -> bool:
     """Send a signal to a process group; return False if it has no process any more."""
     try:
@@ -81,24 +95,41 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def bound_to_this_process(group: int) -> Iterator[None]:
+    """Have a process group killed if this process dies, even by SIGKILL.
+
+    A shell outside the group reads from a pipe, which closes when this process dies.
+    """
+    words = ["sh", "-c", f"read _; kill -s KILL -- -{group}"]
+    watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
 def run_command(
-    command: str, limit: float, environment: Mapping[str, str], log: Path
+    step: Step, limit: float, environment: Mapping[str, str], log: Path
 ) -> tuple[int | None, str]:
-    """Run a command in a process group of its own, all of which ends with it.
+    """Run a step's command in a process group of its own, all of which ends with it.
 
     Args:
-        command: Line for the shell.
+        step: The step.
         limit: Seconds after which the group is stopped: SIGTERM, then SIGKILL.
         environment: Variables of its environment.
-        log: File for its output.
+        log: File for the step's name, in the first line, and its output.
 
     Returns:
         (exit code, or None at the limit; the end of the output).
     """
     code = None
     with open(log, "w+", encoding="utf-8", errors="replace") as file:
+        file.write(f"{step.name}\n")
+        file.flush()
         process = subprocess.Popen(
-            command,
+            step.command,
             shell=True,
             cwd=ROOT,
             env=environment,
@@ -107,19 +138,20 @@ def run_command(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            signal_group(process.pid, signal.SIGTERM)
-            end = time.monotonic() + GRACE
-            while time.monotonic() < end and signal_group(process.pid, 0):
-                process.poll()
-                time.sleep(0.05)
-        finally:
-            signal_group(process.pid, signal.SIGKILL)  # what is left would hold GPU memory
-            process.wait()
+        with bound_to_this_process(process.pid):
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                signal_group(process.pid, signal.SIGTERM)
+                end = time.monotonic() + GRACE
+                while time.monotonic() < end and signal_group(process.pid, 0):
+                    process.poll()
+                    time.sleep(0.05)
+            finally:
+                signal_group(process.pid, signal.SIGKILL)  # what is left would hold GPU memory
+                process.wait()
         file.seek(0)
-        return code, file.read()[-PRINTED:]
+        return code, file.read().partition("\n")[2][-PRINTED:]
 
 
 class Archive:
@@ -154,10 +186,14 @@ class Archive:
         contents = self._contents()
         if contents == self._packed:
             return ""
-        self._packed = contents
         partial = self.path.with_name(f"{self.path.name}.partial")
-        with tarfile.open(partial, "w:gz", compresslevel=1) as tar:
-            tar.add(self.folder, ".")
+        try:
+            with tarfile.open(partial, "w:gz", compresslevel=1) as tar:
+                tar.add(self.folder, ".")
+        except OSError as error:  # such as a full disk
+            partial.unlink(missing_ok=True)
+            return f"{self.path.name}: not replaced ({error})"
+        self._packed = contents
         size = partial.stat().st_size
         if size > LARGEST:
             partial.unlink()
@@ -206,20 +242,30 @@ class GpuRun:
         self.results: list[Result] = []
         if resume is not None:
             self._restore(resume)
+        self._report_killed_step((resume or out) / LOG)
+        (out / LOG).unlink(missing_ok=True)
 
     def _restore(self, earlier: Path) -> None:
-        """Take over the files of an earlier run."""
+        """Take over the files of an earlier run; results come last, as records belong to them."""
+        report = earlier / REPORT
+        if report.exists() and report.resolve() != (self.out / REPORT).resolve():
+            shutil.copyfile(report, self.out / REPORT)
+        for archive in self.archives:
+            self.say(archive.restore(earlier / archive.path.name))
         for name in (RESULTS, TESTS):
             lines = whole_lines(earlier / name)
             partial = self.out / f"{name}.partial"
             partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             os.replace(partial, self.out / name)
         self.results = [Result(**json.loads(line)) for line in whole_lines(self.out / RESULTS)]
-        report = earlier / REPORT
-        if report.exists() and report.resolve() != (self.out / REPORT).resolve():
-            shutil.copyfile(report, self.out / REPORT)
-        for archive in self.archives:
-            self.say(archive.restore(earlier / archive.path.name))
+
+    def _report_killed_step(self, log: Path) -> None:
+        """Report the end of a step's output if its run was killed before it had a result."""
+        if log.exists():
+            text = log.read_text(encoding="utf-8", errors="replace")
+            name, *lines = text.splitlines() or ["a step"]
+            last_lines = "\n".join(lines[-LAST_LINES:])
+            self.say(f"{name}: its run was killed; the end of its output:\n{last_lines}")
 
     def say(self, text: str) -> None:
         """Print a line and add it to the report, unless it is empty."""
@@ -234,7 +280,7 @@ class GpuRun:
         return not any(each.passed for each in tried) and len(tried) < step.attempts
 
     def run(self, seconds: float) -> int:
-        """Run the open steps in order.
+        """Run the open steps in order, and report the number of tests by outcome.
 
         Args:
             seconds: Time for all of them.
@@ -242,6 +288,12 @@ class GpuRun:
         Returns:
             1 if a step failed and none is left to try, or without setup none can be, else 0.
         """
+        try:
+            return self._run(seconds)
+        finally:
+            self.say(summary_of_tests(self.out / TESTS))
+
+    def _run(self, seconds: float) -> int:
         end = time.monotonic() + seconds
         earlier = len(self.results)
         for step in self.steps:
@@ -260,7 +312,7 @@ class GpuRun:
         return int(failed and not more_to_try)
 
     def attempt(self, step: Step, limit: float) -> Result:
-        """Run a step once, and write its result and the archives."""
+        """Run a step once, pack its records, and only then write its result."""
         # Tests that passed are read from a copy, as the file grows while tests run.
         lines = whole_lines(self.out / TESTS)
         (self.work / TESTS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -268,15 +320,16 @@ class GpuRun:
         if step.name not in OWN_CACHE:
             environment["TRITON_CACHE_DIR"] = str(self.triton_cache)
         begun = time.monotonic()
-        code, printed = run_command(step.command, limit, environment, self.work / "step.log")
+        code, printed = run_command(step, limit, environment, self.out / LOG)
         took = round(time.monotonic() - begun, 1)
         result = Result(step.name, code, took, round(limit, 3), printed)
+        remarks = [archive.pack() for archive in self.archives]
         self.results.append(result)
         with open(self.out / RESULTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(result)) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.say(str(result))
-        for archive in self.archives:
-            self.say(archive.pack())
+        (self.out / LOG).unlink()
+        for line in (str(result), *remarks):
+            self.say(line)
         return result

@@ -4,10 +4,10 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from bench.gpu_run import roofline, runner, steps
 from bench.gpu_run.runner import GpuRun, whole_lines
 from bench.gpu_run.steps import ROOT, Step
 from bench.paired import Wrong
-from fastlr import LocalRedundancy, ShapeImages
+from fastlr import LocalRedundancy, ShapeImages, kernels
 
 
 @fixture
@@ -137,9 +137,42 @@ def test_archives_travel_unless_they_are_too_large(run, tmp_path, monkeypatch):
     assert "records.tar.gz: not replaced" in (tmp_path / "c/report.txt").read_text()
 
 
+@mark.parametrize("function", ["pack", "restore"])
+def test_a_kill_while_records_are_packed_or_unpacked_loses_none(
+    function, run, tmp_path, monkeypatch
+):
+    """A step whose record may be lost runs again."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    write = [Step("write", 10, 1, 'echo > "$RECORDS/r"')]
+    run("a", write)
+    name, resume = ("b", None) if function == "pack" else ("c", "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Archive, function, killed)
+        with raises(KeyboardInterrupt):
+            run(name, write, resume=resume)
+    assert not (tmp_path / name / "results.jsonl").exists()
+    _, results = run(name, write, resume=resume)
+    assert [each["step"] for each in results] == ["write"]
+
+
+def test_a_full_disk_keeps_the_result(run, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(runner.tarfile, "open", full)
+    _, results = run("a", [Step("write", 10, 1, 'echo > "$RECORDS/r"')])
+    assert results[0]["code"] == 0
+    assert "not replaced (no space left)" in (tmp_path / "a/report.txt").read_text()
+
+
 def test_a_run_that_is_killed_in_the_midst_of_a_step_resumes(tmp_path, monkeypatch):
+    """The step's processes end with the run, and the next command reports the step's output."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    hang = f'if [ ! -e "{tmp_path}/pid" ]; then echo $$ > "{tmp_path}/pid"; sleep 60; fi; echo done'
+    wait = f"(trap '' TERM; sleep 60) & echo $$ $! > \"{tmp_path}/pid\"; echo seen; sleep 60"
+    hang = f'if [ ! -e "{tmp_path}/pid" ]; then {wait}; fi; echo done'
     rows = [
         {"name": "first", "seconds": 30, "attempts": 1, "command": "echo once"},
         {"name": "second", "seconds": 30, "attempts": 1, "command": hang},
@@ -149,9 +182,11 @@ def test_a_run_that_is_killed_in_the_midst_of_a_step_resumes(tmp_path, monkeypat
     command += ["--steps", f"{tmp_path}/steps.json", "--out", f"{tmp_path}/out"]
     begun = subprocess.Popen(command, cwd=ROOT)
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pids = (tmp_path / "pid").read_text().split()
+    wait_for(lambda: (tmp_path / "out/step.log").read_text() == "second\nseen\n")
     begun.kill()
     begun.wait()
-    os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
     assert subprocess.run(command, cwd=ROOT).returncode == 2, "results would be mixed"
     resumed = subprocess.run([*command, "--resume", f"{tmp_path}/out"], cwd=ROOT)
     assert resumed.returncode == 0
@@ -160,6 +195,19 @@ def test_a_run_that_is_killed_in_the_midst_of_a_step_resumes(tmp_path, monkeypat
         ("first", "once\n"),
         ("second", "done\n"),
     ]
+    report = (tmp_path / "out/report.txt").read_text()
+    assert "second: its run was killed; the end of its output:\nseen\n" in report
+    assert not (tmp_path / "out/step.log").exists()
+
+
+def test_the_time_of_a_run_counts_from_the_start_of_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "process_start", lambda: time.time() - 90)
+    row = {"name": "long", "seconds": 30, "attempts": 1, "command": "true"}
+    (tmp_path / "steps.json").write_text(json.dumps([row]))
+    files = ["--steps", f"{tmp_path}/steps.json", "--out", f"{tmp_path}/out", "--commit", "c"]
+    assert command_line.main(["--seconds", "100", *files]) == 0
+    assert "long: left for a command" in (tmp_path / "out/report.txt").read_text()
+    assert not (tmp_path / "out/results.jsonl").exists()
 
 
 def test_nothing_runs_without_a_gpu_or_with_faulty_steps(tmp_path, monkeypatch, capsys):
@@ -192,21 +240,27 @@ def test_for_a_cpu(): pass
 """
 
 
+def command_of_tests(folder, parallel):
+    """Return the command that runs a folder's tests with the plugin."""
+    plugins = "-p bench.gpu_run.plugin -p no:timeout -p no:cacheprovider"
+    pytest = f'"$PYTHON" -m pytest -q --strict-markers {plugins} {parallel}'
+    return (
+        f"unset PYTEST_XDIST_WORKER; export PYTHONPATH={ROOT}; cd {folder}; "
+        f"GPU_RUN_TEST_SECONDS=1 {pytest} --rootdir . -c /dev/null test_some.py"
+    )
+
+
 @mark.parametrize("parallel", ["", "-n 1"])
 def test_tests_write_a_line_each_and_those_that_passed_are_left_out(parallel, run, tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
-    plugins = "-p bench.gpu_run.plugin -p no:timeout -p no:cacheprovider"
-    pytest = f'"$PYTHON" -m pytest -q --strict-markers {plugins} {parallel}'
-    command = (
-        f"unset PYTEST_XDIST_WORKER; export PYTHONPATH={ROOT}; cd {tmp_path}; "
-        f"GPU_RUN_TEST_SECONDS=1 {pytest} --rootdir . -c /dev/null test_some.py"
-    )
-    rows = [Step("tests", 30, 3, command)]
+    rows = [Step("tests", 30, 3, command_of_tests(tmp_path, parallel))]
     _, results = run("a", rows)
     assert results[0]["code"] == 1, results[0]["printed"]
     lines = [json.loads(line) for line in whole_lines(tmp_path / "a/tests.jsonl")]
     outcomes = {line["test"].rpartition(":")[2]: line for line in lines}
-    assert len(lines) == len(outcomes) == 3
+    assert len(outcomes) == 3
+    kinds = Counter(line["outcome"] for line in lines)
+    assert kinds == {"collected": 3, "started": 3, "passed": 1, "failed": 2}
     assert outcomes["test_right"]["outcome"] == "passed"
     assert "seen" in outcomes["test_wrong"]["failure"]
     assert outcomes["test_slow"]["outcome"] == "failed"
@@ -214,11 +268,86 @@ def test_tests_write_a_line_each_and_those_that_passed_are_left_out(parallel, ru
     (tmp_path / "test_some.py").write_text(text)
     _, results = run("b", rows, resume="a")
     assert results[1]["code"] == 0
-    again = [json.loads(line) for line in whole_lines(tmp_path / "b/tests.jsonl")][3:]
+    again = [json.loads(line) for line in whole_lines(tmp_path / "b/tests.jsonl")][9:]
     assert {line["test"].rpartition(":")[2] for line in again} == {"test_wrong", "test_slow"}
     if not parallel:
-        _, results = run("c", [Step("none_left", 30, 1, command)], resume="b")
+        _, results = run("c", [rows[0]._replace(name="none_left")], resume="b")
         assert results[2]["code"] == 0
+
+
+CRASH = """
+import os
+import pytest
+
+pytestmark = pytest.mark.skipif(False, reason="needs a GPU")
+
+def test_crash(): os._exit(1)
+
+def test_wrong(): assert False
+
+def test_right(): pass
+"""
+
+
+@mark.parametrize("parallel", ["", "-n 1"])
+def test_a_test_that_crashes_keeps_no_other_from_running(parallel, run, tmp_path):
+    """Without xdist the others run in the next command, and the crash comes last."""
+    (tmp_path / "test_some.py").write_text(CRASH)
+    rows = [Step("tests", 30, 3, command_of_tests(tmp_path, parallel))]
+    _, results = run("a", rows)
+    assert results[0]["code"] == 1
+    summary = "tests: 1 passed, 2 failed, 0 crashed or cut short, 0 skipped, 0 not yet run"
+    name = "a"
+    if not parallel:
+        first = "tests: 0 passed, 0 failed, 1 crashed or cut short, 0 skipped, 2 not yet run"
+        assert whole_report(tmp_path / "a")[-1] == first
+        run("b", rows, resume="a")
+        summary = "tests: 1 passed, 1 failed, 1 crashed or cut short, 0 skipped, 0 not yet run"
+        name = "b"
+    assert whole_report(tmp_path / name)[-1] == summary
+    lines = [json.loads(line) for line in whole_lines(tmp_path / name / "tests.jsonl")]
+    last = [line for line in lines if line["test"].endswith("test_crash")][-1]
+    assert "crashed" in last["failure"] if parallel else last["outcome"] == "started"
+
+
+def whole_report(folder):
+    """Return the lines of a run's report."""
+    return (folder / "report.txt").read_text().splitlines()
+
+
+def test_fastlr_is_installed_once_also_where_pip_refuses(run, tmp_path):
+    """The stand-in for Python imports the kernels once pip has run."""
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(
+        f'#!/bin/sh\necho "$2 $PIP_BREAK_SYSTEM_PACKAGES" >> {log}\n'
+        f'if [ "$2" = pip ]; then touch {tmp_path}/done; else [ -e {tmp_path}/done ]; fi\n'
+    )
+    python.chmod(0o755)
+    rows = [Step("install", 10, 1, f"PYTHON={python}; {steps.INSTALL}", setup=True)]
+    code, _ = run("a", rows)
+    assert code == 0
+    check = f"{steps.KERNELS} "
+    assert log.read_text().splitlines() == [check, "pip 1", check]
+    run("b", rows, resume="a")
+    assert log.read_text().splitlines()[3:] == [check]
+
+
+def test_kernels_of_another_clone_do_not_count_as_installed(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(kernels.__path__[0]).parent)
+    exec(steps.KERNELS)
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with raises(AssertionError):
+        exec(steps.KERNELS)
+
+
+def test_a_cold_first_value_finds_no_compiled_kernel(run):
+    (cold,) = [step for step in steps.STEPS if step.name == "first_value_cold"]
+    folders = '"$TRITON_CACHE_DIR" "$FASTLR_CACHE"'
+    fill = f'PYTHON=true; mkdir -p {folders}; touch "$TRITON_CACHE_DIR/k" "$FASTLR_CACHE/c"'
+    show = "cd $TRITON_CACHE_DIR/..; find . -type f"
+    _, (result,) = run("a", [cold._replace(command=f"{fill}; {cold.command} && {show}")])
+    assert (result["code"], result["printed"]) == (0, "")
 
 
 def test_every_step_names_what_exists():
