@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError
-from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.state import BufferKeeper, TrainFlags, put_back
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
@@ -147,7 +147,7 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[int], Tensor]
         # Weights that the pass has cast or computed are saved once, whatever the number of inputs.
         activations = saved / few
         if few > 1:
-            with suppress(*FAILURES):  # the model may take no odd batch
+            with suppress(Exception):  # the model may take no odd batch
                 activations = saved - _saved_bytes(view, lambda: forward(few - 1))[0]
         work, most = _WORK_OF_KERNELS * activations + _COPIES * output / few, _GPU_BYTES
     weights = max(p.nbytes for p in view.parameters.values())
