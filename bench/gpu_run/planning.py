@@ -8,12 +8,12 @@ what that saves. On a CPU the shapes are small, and both ways are torch's own.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from bench.paired import seconds_of
 
 
 class Shape(NamedTuple):
@@ -45,17 +45,6 @@ DTYPES = (torch.float64, torch.bfloat16)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    """Return the time of a call."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    function()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begun)
-
-
 def operands(shape: Shape, samples: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a convolution's random input and weight."""
     size = shape.size if DEVICE.type == "cuda" else min(shape.size, 14)
@@ -74,7 +63,7 @@ def times_of_calls(shape: Shape, samples: int, dtype: torch.dtype) -> list[float
         z = F.conv2d(x, weight, padding=shape.kernel // 2, groups=shape.groups)
         torch.autograd.grad(z, (x, weight), torch.ones_like(z))
 
-    return [milliseconds(both_passes) for _ in range(CALLS)]
+    return [1e3 * seconds_of(both_passes, DEVICE) for _ in range(CALLS)]
 
 
 def show_planning(dtype: torch.dtype, cudnn: bool) -> None:
@@ -97,8 +86,8 @@ def show_large_batch(shape: Shape) -> None:
     x, weight = operands(shape, samples, torch.bfloat16)
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=False, deterministic=True):
         for _ in range(2):
-            took = milliseconds(lambda: F.conv2d(x, weight, padding=shape.kernel // 2))
-    print(f"cuDNN off, {samples} samples, {shape}: {took:.2f} ms", flush=True)
+            took = seconds_of(lambda: F.conv2d(x, weight, padding=shape.kernel // 2), DEVICE)
+    print(f"cuDNN off, {samples} samples, {shape}: {1e3 * took:.2f} ms", flush=True)
 
 
 def main() -> None:

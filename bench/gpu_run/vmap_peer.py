@@ -7,7 +7,6 @@ images are used.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import fastlr
+from bench.paired import seconds_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CALLS = 4  # the first is not counted
@@ -66,17 +66,6 @@ class Peer:
         return vmap(sq_norm, chunk_size=chunk)(x, v)
 
 
-def seconds_of(function: Callable[[], object]) -> float:
-    """Return the time of a call."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    begun = time.perf_counter()
-    function()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begun
-
-
 def show(name: str, peer: Peer, function: Callable[..., object], chunk: int) -> None:
     """Time a way of running in chunks of one size, and print it; print why it cannot run."""
     size, n, least = (224, 5000, 1000) if DEVICE.type == "cuda" else (32, 8, 4)
@@ -86,7 +75,7 @@ def show(name: str, peer: Peer, function: Callable[..., object], chunk: int) -> 
     x = x.to(peer.dtype)
     v = torch.randn(count, CLASSES, device=DEVICE)
     try:
-        first, *later = [seconds_of(lambda: function(x, v, chunk)) for _ in range(CALLS)]
+        first, *later = [seconds_of(lambda: function(x, v, chunk), DEVICE) for _ in range(CALLS)]
     except RuntimeError as error:  # also where memory runs out
         print(f"{name}, chunks of {chunk}: {type(error).__name__}: {str(error)[:200]}", flush=True)
         torch.cuda.empty_cache()
