@@ -22,6 +22,7 @@ from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.runtime import late_line
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch
+from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.torch_private import tree_leaves
 
 
@@ -88,12 +89,15 @@ class Ahead:
         return folder / f"compiled-{kept_comparisons.digest(told)[:32]}"
 
     def _launches(self, start: int, stop: int) -> list[Launch]:
-        """Return what a chunk of these inputs launches, one for each compiled variant."""
+        """Return what a chunk of these inputs launches, one for each compiled variant.
+
+        Without cuDNN, which would plan what kernels serve otherwise.
+        """
         own = Passes(self._of_the_estimate.options, self._of_the_estimate.view)
         own.engine = Engine(own.view)
         launches, note = compile_ahead.noted()
         try:
-            with warnings_ignored(), ops.noting_launches(note):
+            with warnings_ignored(), never_cudnn(), ops.noting_launches(note):
                 own.norms(start, stop)
         finally:
             if own.view.device.type == "cuda":

@@ -22,8 +22,9 @@ from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.passes import Passes
 from fastlr.ghost import runtime
 from fastlr.ghost.process_state import warnings_ignored
-from fastlr.ops import compile_ahead, kept_comparisons
+from fastlr.ops import compile_ahead, cudnn, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch, Memory
+from fastlr.ops.torch_private import cudnn_enabled
 
 pytestmark = needs_triton
 H100 = Architecture("cuda", 90, 32)
@@ -129,6 +130,15 @@ def test_an_estimate_is_the_same_and_its_engine_untouched(h100):
     ((count, target),) = h100
     assert target == H100
     assert count > 8
+
+
+def test_cudnn_plans_nothing_of_what_kernels_will_serve(h100, monkeypatch):
+    monkeypatch.setattr(cudnn, "PLANNED_ON", ("cpu",))
+    one, seen = estimator(), []
+    one.model[0].register_forward_hook(lambda *_: seen.append(cudnn_enabled()))
+    launches = one.chunks.ahead._launches(0, 4)
+    assert launches and seen and not any(seen)
+    assert cudnn_enabled()
 
 
 class Augmented(torch.utils.data.Dataset):
