@@ -97,7 +97,8 @@ def folded_conv_sq_norms(
 ) -> tuple[Tensor, ...]:  # four of [B]
     """See fastlr.ops.reference.folded.folded_conv_sq_norms.
 
-    Sums over positions are float32; ``product`` is not needed.
+    Sums over positions are float32; ``product`` is not needed. NotImplemented also where
+    fastlr.ops.gram serves.
     """
     narrow = block.weight.is_floating_point() and block.weight.dtype != torch.float64
     if not narrow or not 3 <= x.ndim <= 4 or not covered(x, g):

@@ -3,7 +3,7 @@
 Pointwise (folded_pointwise.py) and depthwise (folded_depthwise.py) convolutions of one and two axes
 have kernels; dense K x K and grouped ones are NotImplemented: cuDNN serves, through plain torch,
 whose parts are ops with kernels again. So are pointwise backward passes whose weight gradient is
-too large for the registers of a program.
+too large for the registers of a program, and those that fastlr.ops.gram serves.
 
 What is stored of an input may be before its activation, and its gate apart: kernels apply both on
 loading, and the derivative on storing the input's gradient, to which they add that of who else has

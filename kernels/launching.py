@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.ops.tuning import architecture as architecture
+from fastlr.ops.tuning import on_device as on_device
 from fastlr.ops.tuning import tuned as tuned
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -160,11 +161,6 @@ def _seen_of(value: Any, parameter: Parameter) -> str:
 def workspace(*shape: int, device: torch.device) -> Tensor:
     """Space for partial results; the kernel writes every element (the tests hand out NaN)."""
     return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def on_device(t: Tensor) -> AbstractContextManager:
-    """The context in which kernels on ``t`` are launched."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def covered(*tensors: Tensor) -> bool:

@@ -3,7 +3,7 @@
 ``pytest -p bench.gpu_run.plugin`` selects the tests that are skipped without a GPU and have not
 passed according to ``$GPU_RUN_EARLIER_TESTS``, and appends lines to ``$GPU_RUN_TESTS``: when a test
 is collected for the first time, when it starts and when it ends. A test whose last line is
-"started" ended the process, or was cut short. ``$GPU_RUN_ALL_TESTS`` selects the other tests too.
+"started" ended the process, or was cut short.
 The plugin works with and without pytest-xdist.
 """
 
@@ -63,11 +63,10 @@ def earlier_outcomes() -> dict[str, str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select tests that need a GPU and have not passed; those that failed or crashed come last."""
     outcomes = earlier_outcomes()
-    select_all = bool(os.environ.get("GPU_RUN_ALL_TESTS"))
 
     def is_wanted(item: pytest.Item) -> bool:
         reasons = [mark.kwargs.get("reason") for mark in item.iter_markers("skipif")]
-        return (select_all or REASON in reasons) and outcomes.get(item.nodeid) != "passed"
+        return REASON in reasons and outcomes.get(item.nodeid) != "passed"
 
     wanted = [item for item in items if is_wanted(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])

@@ -91,7 +91,7 @@ class Ahead:
     def _launches(self, start: int, stop: int) -> list[Launch]:
         """Return what a chunk of these inputs launches, one for each compiled variant.
 
-        Without cuDNN, which would plan what kernels serve otherwise.
+        cuDNN is off: it would plan convolutions that kernels serve in the measurement.
         """
         own = Passes(self._of_the_estimate.options, self._of_the_estimate.view)
         own.engine = Engine(own.view)

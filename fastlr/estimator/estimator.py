@@ -300,9 +300,10 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             paper) or "exact" (the label expectation, many passes), all of per-sample norms; or
             "batch", ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
             expectation, far noisier, for comparison; its samples are batches.
-        batch_size: inputs in a chunk; by default from the device's memory, and fewer, with a note,
-            where little of it is free; on a GPU from the measured peak of a chunk (250 for
-            "batch"). It changes the results only by rounding, except for "batch".
+        batch_size: Number of inputs in a chunk. The default (250 for "batch") follows from the
+            device's memory and what a small forward pass saves, and is at most 512. It is smaller,
+            with a note, where little memory is free. It changes the results only by rounding,
+            except for "batch".
         seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever
             n and the chunks.
         dtype: of autocast, "bf16" or "fp16" (or torch's own); None: the model's own precision.

@@ -27,7 +27,7 @@ PLANNED_ON = ("cuda",)  # types of devices
 
 
 class _Switch:
-    """The contexts within which cuDNN is switched, of all threads.
+    """Counts the contexts of all threads that switch cuDNN.
 
     Attributes:
         lock: Held while the switch changes.

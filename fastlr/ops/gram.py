@@ -18,7 +18,6 @@ both can serve; `python -m bench.tune` times both.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from fastlr.ops.block import Block
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.linear import chunks, raised
 from fastlr.ops.pointwise import convolved, strided_pixels
-from fastlr.ops.tuning import tuned
+from fastlr.ops.tuning import on_device, tuned
 
 LOW = (torch.bfloat16, torch.float16)
 # Unless the tuning table decides, Gram matrices are chosen up to this number of positions, and from
@@ -92,7 +91,7 @@ def serves_norms(x: Tensor, g: Tensor, block: Block) -> bool:
     of_gram = pixels**2 * inputs + positions**2 * outputs
     if of_gram >= positions * taps * inputs * outputs:  # multiplications
         return False
-    with _on_device_of(x):
+    with on_device(x):
         return norms_form(x.dtype, inputs, outputs, taps, pixels, positions).gram
 
 
@@ -100,7 +99,7 @@ def serves_backward(x: Tensor, g: Tensor, block: Block) -> bool:
     """Return True if the backward pass of a pointwise block runs apart; see `serves_norms`."""
     if not _covers(x, g, block) or kind_of(block.weight, block.geometry) != "pointwise":
         return False
-    with _on_device_of(x):
+    with on_device(x):
         return backward_form(x.dtype, x.shape[1], g.shape[1], prod(g.shape[2:])).apart
 
 
@@ -148,7 +147,6 @@ def _of_weight(
     Then, with G_ts = <s g_t, s g_s>,
 
         ||S M||^2 = sum_ts G_ts (<p'_t, p'_s> + sum_k (2 <p'_tk, m> e_sk + e_tk e_sk <m, m>)).
-
     """
     mean = x.mean((2, 3), dtype=torch.float32).to(x.dtype)
     rows = _rows(_padded(x - mean[:, :, None, None], block))
@@ -191,11 +189,6 @@ def _scaled(g: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     wide = wide / largest[:, None, None]
     high = wide.to(g.dtype)
     return torch.cat([high, (wide - high).to(g.dtype)], 1), largest.double()
-
-
-def _on_device_of(t: Tensor) -> AbstractContextManager:
-    """Make the tensor's device the current one, whose tuning table counts."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def _padded_size(x: Tensor, geometry: ConvGeometry) -> list[int]:

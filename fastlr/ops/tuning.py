@@ -13,7 +13,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -73,6 +73,11 @@ def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Argument
         return chosen
 
     return declare
+
+
+def on_device(t: torch.Tensor) -> AbstractContextManager:
+    """Make the tensor's device the current one: rules are asked, and kernels launched, for it."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 @functools.cache

@@ -154,14 +154,14 @@ def test_contexts_of_two_threads_leave_the_users_setting(
 
 
 def test_two_threads_that_measure_leave_cudnn_as_it_was(planned):
-    settings = []
+    finished = []
 
     def measure(seed):
         torch.manual_seed(seed)
         for _ in range(3):
             model, x = convolutional(), torch.randn(5, 3, 4, 4)
             fastlr.per_sample_grad_sq_norms(model, x, torch.randn(5, 3))
-        settings.append(seed)
+        finished.append(seed)
 
     before = cudnn_enabled()
     threads = [threading.Thread(target=measure, args=(seed,)) for seed in range(2)]
@@ -169,7 +169,7 @@ def test_two_threads_that_measure_leave_cudnn_as_it_was(planned):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(settings) == [0, 1]
+    assert sorted(finished) == [0, 1]
     assert cudnn_enabled() is before
 
 
