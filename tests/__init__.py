@@ -1,0 +1,1 @@
+"""fastlr's tests."""
