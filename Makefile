@@ -15,7 +15,7 @@ FUZZ ?= 2000
 FUZZ_SEED ?=
 DEPS = setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test test-long fuzz lint docs bench bench-peers reproduce-small causes clean
+.PHONY: demo test test-long fuzz lint docs bench bench-peers reproduce-small clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.stamp-run
@@ -71,13 +71,6 @@ reproduce-small: $(VENV)/.stamp-run
 	$(FASTLR) memorize series-small --out $(OUT)/series-small $(call resumed,series-small)
 	for run in continual transfer; do $(FASTLR) report $(OUT)/$$run --out $(OUT)/results/$$run || exit 1; done
 	$(FASTLR) report $(OUT)/vision-small $(OUT)/series-small --out $(OUT)/results/memorization
-
-# Does local redundancy cause plasticity? Some 250 runs of 100 and 200 tasks; a plain task of an MLP takes 0.12 s on a free
-# core. Pairs of classes are there with IMAGES. It may be interrupted and goes on, several of it share OUT; `python -m
-# bench.causes.report OUT/causes/random-labels` reports also before its end.
-causes: $(VENV)/.stamp-bench
-	$(if $(IMAGES),test -e $(OUT)/store/index.json || $(FASTLR) data prepare $(IMAGES) $(OUT)/store --size 32)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m bench.causes $(OUT)/causes $(if $(IMAGES),--images $(OUT)/store)
 
 # of constraints.txt: a line of its table exactly, the rest as the most that is allowed
 OTHER_TORCH = $$2 == "torch" && $$3 == v { print $$2 "==" $$3 "\n" $$4 "==" $$5 "\n" $$6 "==" $$7; found = 1 }; \

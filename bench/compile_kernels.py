@@ -289,7 +289,7 @@ def said(*command: str) -> str:
     return subprocess.run(command, cwd=KERNELS, capture_output=True, text=True).stdout.strip()
 
 
-def origin(modules: list[str], program: str = "bench.compile_kernels") -> str:
+def origin(modules: list[str]) -> str:
     """Say in one line what made a table of modules: the command, the versions and the commit."""
     import torch
     import triton
@@ -298,7 +298,7 @@ def origin(modules: list[str], program: str = "bench.compile_kernels") -> str:
     changed = said("git", "status", "--porcelain", "--", *(f"{module}.py" for module in modules))
     if changed:
         commit += " with later changes"
-    command = " ".join([f"python -m {program}", *sys.argv[1:]])
+    command = " ".join(["python -m bench.compile_kernels", *sys.argv[1:]])
     return (
         f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch "
         f"{torch.__version__}, commit {commit}."

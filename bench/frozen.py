@@ -158,7 +158,7 @@ def tables_that_differ(old: Path, new: Path) -> Iterator[str]:
         if not (new / name).exists():
             yield f"{name}: missing"
             continue
-        before, now = ([_numbers(row) for row in _rows(folder / name)] for folder in (old, new))
+        before, now = (_numbers(folder / name) for folder in (old, new))
         if len(before) != len(now):
             yield f"{name}: {len(before)} rows, now {len(now)}"
             continue
@@ -171,14 +171,11 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
 ROUNDING = 1e-5  # relative difference that another processor's sums may cause
 
 
-def _rows(path: Path) -> list[list[str]]:
-    """Return the rows of a CSV file without its header."""
+def _numbers(path: Path) -> list[list[str]]:
+    """Return the numbers in each row of a CSV file, without its header."""
     with path.open(newline="") as file:
-        return list(csv.reader(file))[1:]
-
-
-def _numbers(row: list[str]) -> list[str]:
-    return NUMBER.findall("  ".join(row))
+        rows = list(csv.reader(file))[1:]
+    return [NUMBER.findall("  ".join(row)) for row in rows]
 
 
 def _alike(before: list[str], now: list[str]) -> bool:

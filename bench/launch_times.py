@@ -10,7 +10,7 @@ that ran, and how long. What plain is, and in which mode the estimate runs, is s
 
 Writes ``<network>-<precision>.json`` to the folder, and prints the kernels that took longest. A
 launch there is the number of its kernel among ``kernels``, when it began and how long it took, in
-microseconds. `bench.beside_prediction` sets such a record beside what `bench.traffic` predicts.
+microseconds.
 
 Exits with 1 where norms are wrong, or an estimate did not run as a CUDA graph with every batch norm
 folded: the error names the blocks and the reasons.

@@ -64,18 +64,14 @@ def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
             if value == 1 and not parameter.do_not_specialize:
                 constants[name] = 1
                 continue
-            signature[name] = (
-                "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
-            )
+            signature[name] = _integer_kind(value)
             if value % 16 == 0 and not (
                 parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
             ):
                 divisible.append(name)
         else:
             signature[name] = "fp32"
-    options = {key: given[key] for key in OPTIONS if key in given} | {
-        key: given[key] for key in FUSED
-    }
+    options = {key: given[key] for key in (*OPTIONS, *FUSED) if key in given}
     blocks = ",".join(f"{k}={v}" for k, v in constants.items() if k.isupper())
     sizes = ",".join(
         f"{k}{'%16' * (k in divisible)}"
@@ -86,6 +82,13 @@ def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
     kinds = "/".join(dict.fromkeys(kind[1:] for kind in signature.values() if kind.startswith("*")))
     label = f"{kernel.__name__}[{kinds};{blocks};1:{ones};{sizes}]"
     return label, kernel, signature, constants, options | {"divisible": tuple(divisible)}
+
+
+def _integer_kind(value: int) -> str:
+    """Return Triton's type of an integer argument."""
+    if -(1 << 31) <= value < 1 << 31:
+        return "i32"
+    return "i64" if value < 1 << 63 else "u64"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ The record is written by ``--benchmark-json FILE``.
     python -m bench.table FILE [OTHER] [--figure PICTURE.png]
 
 With one file: the table of the peers in Markdown, and those of the benchmarks that have rows of
-their own (probes, sums). With two: every benchmark of both by its ratio to plain (ops and plain
+their own (such as sums). With two: every benchmark of both by its ratio to plain (ops and plain
 passes without one: by seconds), and whether it moved by more than the spread of the rounds.
 """
 

@@ -1,4 +1,4 @@
-"""Launches, memory traffic and predicted time of one planned chunk on a GPU, counted without one.
+"""Launches and memory traffic of one planned chunk on a GPU, counted without one.
 
 ``python -m bench.traffic mobilenet_v3_large`` plans the network on the CPU with a few images, then
 makes a chunk of a thousand with every op on its Triton kernel, where launches are noted instead of
@@ -6,9 +6,6 @@ made. Counted are Triton's launches and every operation of ATen that would be on
 allocations); of each launch the bytes of all tensors that it touches, each taken once. So are two
 launches that cuDNN makes beside a convolution's: the addition of its bias, and the padding of its
 input channels to a multiple of eight where they are adjacent and of 16 bits.
-
-Then every launched variant is compiled and its instructions are counted (`predicted.py`); with
-``--bytes-only`` the prediction is ``bytes / (fraction * bandwidth) + launches * gap``.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,10 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastlr
-from bench import noting, predicted
+from bench import noting
 from bench.cases import calibrate, image_network
-from bench.gpu_model import GAP, GPUS, Gpu, dram_seconds
-from bench.launched_kernels import variant
 from fastlr import ops
 from fastlr.ops import folded, tuning
 from fastlr.ops.deferred_checks import gathered
@@ -49,24 +43,19 @@ FREE = {
     "set_",
     "as_strided_",
 }
-# Of autocast.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 class Launch(NamedTuple):
     """One launch.
 
     Attributes:
-        name: of the kernel or the operation.
-        touched: bytes, each tensor once.
-        case: of `compile_kernels`, of a kernel.
-        arguments: of a kernel by name, ``programs``, and ``bytes`` of its tensors by name.
+        name: Name of the kernel or the operation.
+        touched: Bytes of the tensors that it reads or writes, each tensor once.
     """
 
     name: str
     touched: int
-    case: tuple | None = None
-    arguments: dict[str, Any] = {}
 
 
 @dataclasses.dataclass
@@ -74,43 +63,35 @@ class Traffic:
     """What a chunk launches.
 
     Attributes:
-        made: every launch, in order.
+        made: All launches, in order.
     """
 
     made: list[Launch] = dataclasses.field(default_factory=list)
 
     @property
     def launches(self) -> dict[str, int]:
-        """How many, by kernel or operation."""
-        found: dict[str, int] = defaultdict(int)
+        """Number of launches per kernel or operation."""
+        counts: dict[str, int] = defaultdict(int)
         for launch in self.made:
-            found[launch.name] += 1
-        return found
+            counts[launch.name] += 1
+        return counts
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Touched, by the same."""
-        found: dict[str, int] = defaultdict(int)
+        """Bytes touched per kernel or operation."""
+        sums: dict[str, int] = defaultdict(int)
         for launch in self.made:
-            found[launch.name] += launch.touched
-        return found
+            sums[launch.name] += launch.touched
+        return sums
 
     def add(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Note one operation and the tensors that it touches."""
         self.made.append(Launch(name, _touched(tensors)))
 
     def add_kernel(self, kernel: Any, args: tuple, given: dict[str, Any], programs: int) -> None:
-        """Note the launch of a kernel."""
-        case = variant(kernel, args, given)
-        values = dict(zip(kernel.arg_names, args, strict=False))
-        values |= {name: given[name] for name in given if name in kernel.arg_names}
-        tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
-        numbers = {name: value for name, value in values.items() if name not in tensors}
-        arguments = numbers | {
-            "programs": programs,
-            "bytes": {name: _bytes(t) for name, t in tensors.items()},
-        }
-        self.made.append(Launch(kernel.__name__, _touched(tensors.values()), case, arguments))
+        """Note the launch of a kernel: a `bench.noting.Note`."""
+        values = [*args, *(given[name] for name in given if name in kernel.arg_names)]
+        self.add(kernel.__name__, [value for value in values if isinstance(value, Tensor)])
 
     def add_beside_convolution(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Note what cuDNN launches beside a convolution: padding of its input, its bias."""
@@ -233,7 +214,7 @@ def of_network(
     model: Any = image_network(name, size)
     model = model.to(memory_format=torch.channels_last)
     calibrate(model, images.batch(0, batch, seed=1))
-    return chunk_traffic(model, images, batch, DTYPES[dtype], count)
+    return chunk_traffic(model, images, batch, AUTOCAST_DTYPES[dtype], count)
 
 
 def _arguments() -> argparse.Namespace:
@@ -244,16 +225,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("network", help="a torchvision or timm name")
     parser.add_argument("--batch", type=int, default=2, help="images of the chunk that is planned")
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--gpu", choices=GPUS, nargs="+", default=["h100"])
-    parser.add_argument("--bandwidth", type=float, help="TB/s; else the vendor's figure for --gpu")
+    parser.add_argument("--dtype", choices=AUTOCAST_DTYPES, default="bf16")
+    parser.add_argument("--chunk", type=int, default=1000, help="images of the chunk counted")
     parser.add_argument(
-        "--images", type=int, default=5000, help="of the estimate whose time is predicted"
-    )
-    parser.add_argument("--chunk", type=int, default=1000, help="images a chunk there")
-    parser.add_argument("--bytes-only", action="store_true", help="compile nothing")
-    parser.add_argument(
-        "--record", type=Path, metavar="FOLDER", help="write NETWORK-GPU.json and .md there, too"
+        "--arch", type=int, default=90, help="compute capability that kernels are chosen for"
     )
     return parser.parse_args()
 
@@ -261,34 +236,9 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Print the table of a network."""
     given = _arguments()
-    console = Console(highlight=False)
-    for number, name in enumerate(given.gpu):
-        gpu = GPUS[name]
-        with tuning.assuming(gpu.architecture):
-            traffic = of_network(given.network, given.size, given.dtype, given.chunk, given.batch)
-        if number == 0:
-            console.print(_table(traffic, given.chunk))
-        if given.bandwidth:
-            gpu = gpu._replace(bandwidth=1e12 * given.bandwidth)
-        if given.bytes_only:
-            console.print(_by_bytes(traffic, gpu, name, given))
-        else:
-            rows = predicted.predicted(traffic.made, gpu)
-            found = predicted.summary(rows, given.images, given.chunk, name)
-            console.print(predicted.table(found))
-            if given.record:
-                predicted.write(given.record / f"{given.network}-{name}", found, rows)
-
-
-def _by_bytes(traffic: Traffic, gpu: Gpu, name: str, given: argparse.Namespace) -> str:
-    """Say what time is predicted from bytes and launches alone."""
-    chunks = given.images / given.chunk
-    touched = sum(launch.touched for launch in traffic.made)
-    seconds = chunks * (dram_seconds(touched, gpu) + len(traffic.made) * GAP)
-    return (
-        f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of "
-        f"{given.chunk} on one {name.upper()}, by bytes alone"
-    )
+    with tuning.assuming(given.arch):
+        traffic = of_network(given.network, given.size, given.dtype, given.chunk, given.batch)
+    Console(highlight=False).print(_table(traffic, given.chunk))
 
 
 def _table(traffic: Traffic, count: int) -> Table:

@@ -2,12 +2,9 @@
 
 Install ``'.[rl]'`` and run ``python examples/actor_critic_loop.py``.
 
-Both log into one CSV file, under prefixes of their own. The lines that a loop of yours needs are
+Both log into one list, under prefixes of their own. The lines that a loop of yours needs are
 marked; the training is bit for bit the same without them.
 """
-
-from pathlib import Path
-from tempfile import mkdtemp
 
 import gymnasium
 import numpy as np
@@ -17,7 +14,6 @@ from torch.distributions import Categorical
 
 import fastlr
 from fastlr.integrations import Monitor
-from fastlr.integrations.loggers import CsvLogger
 
 UPDATES, STEPS, GAMMA = 40, 64, 0.99
 
@@ -30,7 +26,6 @@ def network(outputs: int) -> nn.Sequential:
 
 def main() -> None:
     """Train actor and critic, and print how their local redundancy went."""
-    folder = Path(mkdtemp(prefix="fastlr-"))
     torch.manual_seed(0)
     env = gymnasium.make("CartPole-v1")
     actor, critic = network(2), network(1)
@@ -38,9 +33,13 @@ def main() -> None:
 
     env.reset(seed=0)
     x = torch.from_numpy(np.stack([env.step(k % 2)[0] for k in range(32)]))  # of your own agent's
-    logger = CsvLogger(folder / "plasticity.csv")
+    rows = []
+
+    def log(values: dict[str, float], step: int) -> None:
+        rows.append({"step": step, **values})
+
     distributions = {"actor": fastlr.Categorical(), "critic": fastlr.Gaussian()}
-    what = {"n": 32, "measures": ["dormant_ratio"], "x": x, "every_n_steps": 10, "logger": logger}
+    what = {"n": 32, "measures": ["dormant_ratio"], "x": x, "every_n_steps": 10, "log": log}
     monitors = [  # one a network, each by its own distribution
         Monitor(net, fastlr.TensorInputs(x), prefix=f"{name}/", predictive=distribution, **what)
         for net, (name, distribution) in zip((actor, critic), distributions.items(), strict=True)
@@ -77,7 +76,8 @@ def main() -> None:
         for monitor in monitors:
             monitor.step()  # after each optimizer step
 
-    print((folder / "plasticity.csv").read_text())
+    for row in rows:
+        print(row)
     print(f"return of the last ten episodes: {np.mean(lengths[-10:]):.0f}")
     for monitor in monitors:
         first, last = monitor.first["value"], monitor.last.value

@@ -1,10 +1,10 @@
-"""Fine-tune a small Hugging Face model on one task after another, with the Monitor's alarm on.
+"""Fine-tune a small Hugging Face model on one task after another, and monitor it.
 
 Install ``'.[huggingface]'`` and run ``python examples/finetuned_on_tasks.py``: a quarter of a
 minute.
 
-Every task has new texts whose labels are random, so that all tasks are equally hard: the model must
-learn them by heart. The alarm rings by the accuracy, which is known here.
+Every task has new texts with random labels, so that all tasks are equally hard. The model must
+learn them by heart.
 """
 
 import torch
@@ -14,7 +14,6 @@ import fastlr
 from fastlr.integrations import Monitor
 
 TASKS, TEXTS, TOKENS, WORDS, CLASSES, STEPS = 24, 48, 8, 100, 4, 40
-GUESS = 0.33  # of the best answer that does not look at the text: the most frequent label's share
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -34,7 +33,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = fastlr.TokenInputs(WORDS, TOKENS)
     options = {"predictive": fastlr.Categorical(), "output": "logits"}
-    monitor = Monitor(model, inputs, n=64, alarm=True, guess=GUESS, **options)
+    monitor = Monitor(model, inputs, n=64, every_n_epochs=2, **options)  # an epoch here is a task
     for task in range(1, TASKS + 1):
         texts = torch.randint(WORDS, (TEXTS, TOKENS))
         labels = torch.randint(CLASSES, (TEXTS,))
@@ -46,12 +45,9 @@ def main() -> None:
         with torch.no_grad():
             answers = model(input_ids=texts).logits.argmax(-1)
         accuracy = (answers == labels).double().mean().item()
-        if task % 4 == 0:
-            reading = monitor.measure()
+        if reading := monitor.epoch():
             print(f"task {task}: accuracy {accuracy:.2f}, local redundancy {reading.value:.3g}")
-        if monitor.task(accuracy):  # a warning says by what, and how often such alarms are right
-            print(f"the alarm rang after task {task}")
-            break
+    print(monitor.trend())
 
 
 if __name__ == "__main__":

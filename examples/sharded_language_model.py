@@ -82,7 +82,7 @@ def main() -> None:
                 f"step {step}: loss {loss:.2f}, local redundancy {lr.value:.4g} +- {lr.stderr:.2g}"
             )
     if dist.get_rank() == 0:
-        print(monitor.verdict())
+        print(monitor.trend())
     dist.destroy_process_group()
 
 

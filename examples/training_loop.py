@@ -1,6 +1,6 @@
 """A hand-written training loop, watched: local redundancy, its error and the weight norm.
 
-They are written into a CSV file every 20 steps.
+They are written into a file every 20 steps, one line of JSON each time.
 
 Run ``python examples/training_loop.py``.
 
@@ -8,6 +8,7 @@ The two lines that a loop of yours needs are marked. The training is bit for bit
 them.
 """
 
+import json
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -17,7 +18,6 @@ from torch import nn
 
 import fastlr
 from fastlr.integrations import Monitor
-from fastlr.integrations.loggers import CsvLogger
 
 
 def data(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,13 +41,17 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     x, y = data()
 
+    def log(values: dict[str, float], step: int) -> None:
+        with (folder / "plasticity.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
     monitor = Monitor(  # the first line
         model,
         fastlr.ShapeImages((3, 16, 16)),
         n=256,
         every_n_steps=20,
         measures=["weight_norm"],
-        logger=CsvLogger(folder / "plasticity.csv"),
+        log=log,
         keep_best=folder / "most-plastic.pt",
     )
     monitor.measure()  # at the start, where a mistake in the arguments shows at once
@@ -59,14 +63,14 @@ def main() -> None:
         optimizer.zero_grad()
         monitor.step()  # the second line: after each optimizer step
 
-    print((folder / "plasticity.csv").read_text())
+    print((folder / "plasticity.jsonl").read_text())
     best = monitor.best
     print(
         f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept "
         f"in {folder}"
     )
     change, error = fastlr.paired_difference(monitor.last.estimate, best.estimate)
-    print(f"the last less the best, on the same images: {change:.4g} +- {error:.2g}")
+    print(f"last minus best, on the same images: {change:.4g} +- {error:.2g}")
 
 
 if __name__ == "__main__":

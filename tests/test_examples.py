@@ -15,7 +15,7 @@ SAYS = {
     "lightning_trainer": r"after 24 steps: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "huggingface_trainer": r"step 16: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
     "avalanche_strategy": r"after 3 tasks \(step 72\): [\d.]+ \+- [\d.]+, weight norm [\d.]+",
-    "finetuned_on_tasks": r"task 16: accuracy [\d.]+, local redundancy .*\nthe alarm rang after",
+    "finetuned_on_tasks": r"task 24: accuracy [\d.]+, local redundancy .*\nLocal redundancy ",
     "actor_critic_loop": r"critic/local_redundancy: [\d.e+]+ at the start, [\d.e+]+ at the end",
     "permuted_cartpole": r"L2, critic/dormant_ratio: first quarter [\d.e-]+ \+- \S+, last quarter",
     "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*"
@@ -23,7 +23,7 @@ SAYS = {
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
     "warm_start": r"(?s)warm, test: [\d.]+ \+- .*cold or warm: [01] [01] [01] [01]\n",
     "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ "
-    r"\+- \S+\nLocal redundancy .* at 99 %",
+    r"\+- \S+\nLocal redundancy .*99 % interval",
 }
 NEEDS = {
     "finetuned_on_tasks": "transformers",

@@ -22,16 +22,18 @@ from rich.console import Console
 from fastlr.cli.progress import RunBoard
 from fastlr.display.record import output_folder
 from fastlr.display.sheets import DASH, Sheet
-from fastlr.display.verdict import PARTS, brief
+from fastlr.display.tables import brief
 from fastlr.errors import FastlrError
 from fastlr.experiments.continual import ContinualRun, read_run
+from fastlr.experiments.continual.course import PARTS, ends
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
-from fastlr.experiments.continual.findings import describe, ends, percent, rank_correlation
+from fastlr.experiments.continual.rank_correlation import describe, rank_correlation
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
-from fastlr.experiments.runs.records import finite, mean_of_known
+from fastlr.experiments.runs.records import Array, finite, mean_of_known
 from fastlr.experiments.runs.report import Drawing, Report, write_files
+from fastlr.experiments.statistics.bootstrap import mean_error
 
 HELPED = {"shrink": 0.8, "perturb": 0.03}
 RUNS: dict[str, dict[str, Any]] = {"as-it-is": {}, "shrink-and-perturb": HELPED}
@@ -93,7 +95,7 @@ def run(
         output_folder(folder / "report"),
         title,
         sentences,
-        [lead, *setting(runs)],
+        [lead, setting(runs)],
         sheets,
         [drawing],
         runs,
@@ -115,8 +117,8 @@ def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
     """Say in three sentences what the runs show.
 
     Args:
-        plain: The network as it is.
-        helped: With shrink-and-perturb.
+        plain: Run of the plain network.
+        helped: Run with shrink-and-perturb.
     """
     (first, last), (_, kept) = (map(finite, ends(run.accuracy)) for run in (plain, helped))
     (begin, end), (_, kept_end) = (
@@ -124,21 +126,27 @@ def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
     )
     lost = last.mean() < first.mean() - 0.05
     return [
-        f"As it is, the network learns {percent(first)} of the random labels in the first fifth of "
-        f"{len(plain)} tasks and {percent(last)} in the last (guessing: "
-        f"{percent(np.array([1 / plain.options.get('random_classes', 10)]))}): "
+        f"The plain network learns {_percent(first)} of the random labels in the first fifth of "
+        f"{len(plain)} tasks and {_percent(last)} in the last (guessing: "
+        f"{_percent(np.array([1 / plain.options.get('random_classes', 10)]))}): "
         + (
             "it has lost its plasticity."
             if lost
-            else "that it loses its plasticity cannot be told from so few tasks."
+            else "so few tasks do not show a loss of plasticity."
         ),
-        "Local redundancy, measured on synthetic images without any label of the tasks, goes from "
-        f"{brief(begin)} to {brief(end)} (medians); against the accuracy of the task that comes "
-        f"next it has {describe(rank_correlation([plain], 1))}.",
-        f"With shrink-and-perturb (before each task every parameter times {HELPED['shrink']}, plus "
-        f"noise of {HELPED['perturb']}) the last fifth still has {percent(kept)}, and a local "
-        f"redundancy of {brief(kept_end)}.",
+        "Local redundancy, measured on synthetic images without any label of the tasks, changes "
+        f"from {brief(begin)} to {brief(end)} (medians). Its correlation with the accuracy on the "
+        f"next task: {describe(rank_correlation([plain], 1))}.",
+        f"Shrink-and-perturb multiplies every parameter by {HELPED['shrink']} before each task and "
+        f"adds noise of {HELPED['perturb']}. With it, the network still learns {_percent(kept)} in "
+        f"the last fifth, and its local redundancy is {brief(kept_end)}.",
     ]
+
+
+def _percent(shares: Array) -> str:
+    """Return the mean of shares with its standard error, in per cent."""
+    error = mean_error(shares)
+    return f"{hundred(float(shares.mean()))}{f' ± {hundred(error)}' if error > 0 else ''} %"
 
 
 def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:

@@ -340,7 +340,7 @@ def carry_out_many(
     from fastlr.distributed.sharding import by_torchrun
     from fastlr.experiments.runs.queue import is_many
     from fastlr.experiments.runs.sweep import product
-    from fastlr.integrations.loggers import require_tensorboard
+    from fastlr.experiments.runs.tensorboard import require_tensorboard
 
     if by_torchrun():
         raise InputError(

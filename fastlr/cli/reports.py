@@ -88,10 +88,10 @@ def report(
 def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
     """Show each measure's cost in seconds and as a share of training, from the records of RUNS."""
     from fastlr.experiments.continual import costs, read_runs
-    from fastlr.experiments.continual.tables import cost_sheet, with_setting
+    from fastlr.experiments.continual.tables import cost_sheet
 
     pooled = read_runs(runs, pool=pool)
-    print_sheets(with_setting([cost_sheet(costs(pooled), pooled)], pooled), csv_file)
+    print_sheets([cost_sheet(costs(pooled), pooled)], csv_file)
 
 
 def ablate(
@@ -249,11 +249,11 @@ def _ablate_runs(
 ) -> None:
     """Compare the estimates that continual runs recorded."""
     from fastlr.experiments.continual import agreement, read_runs
-    from fastlr.experiments.continual.tables import ablation_sheet, with_setting
+    from fastlr.experiments.continual.tables import ablation_sheet
 
     runs = read_runs(paths, pool=pool)
     agreements = agreement(runs, resamples=resamples, seed=seed)
-    print_sheets(with_setting([ablation_sheet(agreements)], runs), csv_file)
+    print_sheets([ablation_sheet(agreements)], csv_file)
 
 
 def rank(

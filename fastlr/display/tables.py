@@ -76,6 +76,16 @@ def pm(value: float, stderr: float) -> str:
     return f"{value:.{max(1, math.floor(math.log10(size)) - last)}e} ± {stderr:.1e}"
 
 
+def brief(value: float) -> str:
+    """Return a value with three digits, or whole.
+
+    Example:
+        >>> brief(1.0613), brief(1043.2)
+        ('1.06', '1,043')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def headlines(estimate: Any) -> list[str]:
     """Return the value of an estimate and what it rests on, a line each."""
     value, stderr = estimate.value, estimate.stderr

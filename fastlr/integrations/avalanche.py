@@ -39,7 +39,7 @@ class LocalRedundancyMetric(Integration, PluginMetric):
             `Monitor`.
         mode: "max" or "min", as for `Monitor`.
         prefix: before each name.
-        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of
+        what: measures, x, y, loss, init_state, dtype, on_error, and options of
             `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:

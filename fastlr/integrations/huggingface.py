@@ -42,7 +42,7 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         every_n_epochs: epochs between two measurements.
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
         prefix: before each name that is logged.
-        what: measures, x, y, loss, init_state, weights, dtype ("auto": the trainer's), on_error,
+        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error,
             and options of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:

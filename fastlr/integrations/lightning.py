@@ -18,7 +18,6 @@ except ImportError as missing:
         f"lightning is not installed ({missing}): {install('lightning')}"
     ) from missing
 
-AVERAGED = "averaged"
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -42,9 +41,6 @@ class LocalRedundancyMonitor(Integration, Callback):
         module: what is measured: the name of a submodule, such as "model", or a function of the
             LightningModule; None: the LightningModule itself, by its ``forward``.
         prefix: before each name that is logged.
-        weights: as in `fastlr.integrations.measurement.Meter`; "averaged": those of the trainer's
-            ``WeightAveraging`` or ``EMAWeightAveraging`` callback, which must come before this one
-            among the callbacks.
         what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options
             of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
@@ -71,26 +67,17 @@ class LocalRedundancyMonitor(Integration, Callback):
         at_start: bool = True,
         module: str | Callable[[Any], nn.Module] | None = None,
         prefix: str = "",
-        weights: Any = None,
         **what: Any,
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
-        self.averaged = isinstance(weights, str)
-        if self.averaged and weights != AVERAGED:
-            raise InputError(
-                f"weights must be 'averaged', a module, a state dict or a function, not {weights!r}"
-            )
-        weights = None if self.averaged else weights
-        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, weights=weights, **what)
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
         self.at_start, self.module = at_start, module
         self._steps_seen = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Look for what is measured, on every process, before anything runs."""
         self._target(pl_module)
-        if self.averaged:
-            self._average(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure where the training starts."""
@@ -116,14 +103,12 @@ class LocalRedundancyMonitor(Integration, Callback):
         """
         dtype = _AUTOCAST.get(str(trainer.precision))
 
-        def target() -> nn.Module:
-            if self.averaged:
-                self.meter.weights = self._average(trainer)
-            return self._target(pl_module)
-
         def measure() -> Reading | None:
             return self.meter.measure(
-                target, trainer.global_step, trainer.current_epoch, dtype=dtype
+                lambda: self._target(pl_module),
+                trainer.global_step,
+                trainer.current_epoch,
+                dtype=dtype,
             )
 
         broadcast = trainer.strategy.broadcast if trainer.world_size > 1 else None
@@ -158,14 +143,3 @@ class LocalRedundancyMonitor(Integration, Callback):
                 "no module"
             )
         return target
-
-    def _average(self, trainer: Any) -> nn.Module:
-        """Return the averaged copy of what is measured."""
-        for callback in trainer.callbacks:
-            average = getattr(callback, "_average_model", None)  # there is no public way to it
-            if average is not None:
-                return self._target(average.module)
-        raise InputError(
-            "weights='averaged', but the trainer has no WeightAveraging callback: add one before "
-            "this"
-        )

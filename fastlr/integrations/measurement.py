@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.display.verdict import FEWEST, PARTS, Measurement, first_and_last, verdict
+from fastlr.display.trend import Measurement, describe
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, InputError, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
@@ -28,8 +28,6 @@ from fastlr.estimator.predictive import Categorical
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
 from fastlr.ghost.model_io import ModelView, unwrap
-from fastlr.inputs import TensorInputs
-from fastlr.integrations.averaged_weights import Weights, with_weights
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
 from fastlr.ops.model_lock import locked
@@ -90,8 +88,6 @@ class Meter:
         y: labels for these.
         loss: for these.
         init_state: for "distance_from_init".
-        weights: measure the model with these weights in it: an EMA or SWA of it, as a module, a
-            state dict or a function that returns one. None: its own.
         dtype: autocast dtype of the measurement; None: the model's own precision. "auto": that of
             the training where the framework tells, else None.
         on_error: "warn": where a measurement fails after the first, say so and let the training go
@@ -113,7 +109,6 @@ class Meter:
         y: Any = None,
         loss: Any = None,
         init_state: Mapping[str, Tensor] | nn.Module | None = None,
-        weights: Weights | None = None,
         dtype: torch.dtype | str | None = AUTO,
         on_error: str = "warn",
         **options: Any,
@@ -126,12 +121,7 @@ class Meter:
             dtype = autocast_dtype(dtype)
         require_inputs(inputs)
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
-        self.inputs, self.n, self.measures, self.weights = (
-            inputs,
-            count("n", n),
-            tuple(measures),
-            weights,
-        )
+        self.inputs, self.n, self.measures = inputs, count("n", n), tuple(measures)
         self.x, self.y, self.loss, self.init_state = x, y, loss, init_state
         self.dtype, self.on_error, self.options = dtype, on_error, options
         self.batch_size: int | None = options.pop("batch_size", None)
@@ -157,8 +147,7 @@ class Meter:
             step: optimizer steps done.
             epoch: epochs done.
             dtype: autocast dtype of the training, for "auto".
-            keep: called with the reading and the model, while the measured weights are in the
-                model.
+            keep: Function that is called with the reading and the model.
 
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
@@ -168,7 +157,7 @@ class Meter:
         assert not isinstance(precision, str)
         try:
             module = unwrap(model())
-            with locked(module), with_weights(module, self.weights):
+            with locked(module):
                 estimator = self._estimator_of(module, precision)
                 # Before the first step nobody knows what memory the training takes at its peak.
                 graphs = nullcontext() if step else estimator.chunks.replays.pause()
@@ -342,8 +331,8 @@ class Keeper:
 class Integration:
     """Base of the monitor and the callbacks: when to measure, what to measure, the readings.
 
-    It keeps the last and the best reading, and what the verdict needs of all of them: of each the
-    value, its blocks' parts and the images' values (4 bytes an input).
+    It keeps the last and the best reading, and of each reading what the trend needs: the value,
+    its standard error and the images' values (4 bytes per input).
 
     A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter``
     measure, gives the reading to `take`, and logs it where its framework wants it.
@@ -376,83 +365,47 @@ class Integration:
         self.keeper = Keeper(keep_best, mode)
         self.prefix = prefix
         self.last: Reading | None = None
-        self.course: list[Measurement] = []  # after training began
-        self.compared_with: tuple[int, int] | None = None  # those of the course, once fixed
+        self.course: list[Measurement] = []  # readings after training began
 
     def take(self, reading: Reading) -> None:
-        """Keep a reading; the first is left out of the verdict if nothing was trained before it."""
+        """Keep a reading. The trend skips the first if it was taken before training began."""
         before_training = self.last is None and not (reading.step or reading.epoch or self.course)
         self.last = reading
         if not before_training:
             self.course.append(Measurement.of(vars(reading.estimate), reading.estimate.per_sample))
 
-    def reference(self) -> None:
-        """Have the verdict compare with the last fifth of the readings so far, three or more.
+    def trend(self) -> str:
+        """Return the trend of local redundancy since training began, as a sentence.
 
-        Without it, it compares with the first fifth of all of them after training began.
-
-        Raises:
-            InputError: There are fewer than three.
+        The sentence has the ratio of the last three readings to the first three, with its 99 %
+        confidence interval. `fastlr.display.trend` has the rule, and
+        ``fastlr.display.trend.trend(self.course)`` the numbers.
         """
-        count = len(self.course)
-        if count < FEWEST:
-            raise InputError(
-                f"a reference takes {FEWEST} readings after training began, and there are {count}: "
-                "call reference() later"
-            )
-        self.compared_with = (count - max(FEWEST, count // PARTS), count)
-
-    def verdict(self) -> str:
-        """Say how far local redundancy has moved since training began, and what to believe.
-
-        The last fifth of the readings is held to the first, or to `reference`. They say whether
-        the change is beyond its error, which blocks lost most, and with
-        ``measures=["dormant_ratio"]`` how many units are dormant. See
-        `fastlr.display.verdict.verdict`.
-        """
-        dormant = self.last.measures.get("dormant_ratio") if self.last else None
-        return verdict(
-            self._compared(),
-            len(self.course),
-            dormant=dormant.to_dict() if dormant is not None else None,
-            on_own=isinstance(self.meter.inputs, TensorInputs),
-        )
-
-    def _compared(self) -> tuple[Sequence[Measurement], Sequence[Measurement]] | None:
-        """Return the readings that the verdict compares; None if there are too few."""
-        if self.compared_with is None:
-            return first_and_last(self.course)
-        start, stop = self.compared_with
-        later = self.course[stop:]
-        last = later[-max(FEWEST, len(self.course) // PARTS) :]
-        return None if len(later) < FEWEST else (self.course[start:stop], last)
+        return describe(self.course)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint should hold, for the same bits and the same verdict."""
-        readings = [reading._asdict() for reading in self.course]
-        course = {"course": readings, "compared_with": self.compared_with}
-        return {**self.meter.state_dict(), **course}
+        """Return the state that a checkpoint should hold, for the same bits and the same trend."""
+        course = [reading._asdict() for reading in self.course]
+        return {**self.meter.state_dict(), "course": course}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; those of older versions hold no readings.
+        """Resume from a `state_dict`.
 
-        Readings of other inputs, n, seed, probe or predictive are not gone on with: a warning says
-        so.
+        Readings with other inputs, n, seed, probe or predictive are dropped with a warning.
         """
         changed = self.meter.changed_since(state)
         if changed:
             self.begin_anew(changed)
             return
         self.meter.load_state_dict(state)
-        self.course = [Measurement(**reading) for reading in state.get("course", [])]
-        self.compared_with = state.get("compared_with")
+        self.course = [Measurement(**reading) for reading in state["course"]]
 
     def begin_anew(self, changed: Sequence[str]) -> None:
-        """Begin the readings anew, with a warning that names what of the measurement changed."""
-        self.course, self.compared_with = [], None
+        """Drop the readings so far, with a warning that names what changed."""
+        self.course = []
         warn(
-            f"the readings of the state were taken with another {', '.join(changed)}, and cannot "
-            "be compared: the verdict and the best reading begin anew; to go on with them, measure "
+            f"the readings of the state were taken with another {', '.join(changed)} and cannot "
+            "be compared: the trend and the best reading start again; to resume them, measure "
             "with the same inputs, n, seed, probe and predictive"
         )
 

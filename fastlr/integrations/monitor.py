@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,8 +11,6 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError, warn
 from fastlr.ghost.model_io import trainable, unwrap
-from fastlr.integrations.alarm import TaskAlarm
-from fastlr.integrations.loggers import CallbackLogger, Logger
 from fastlr.integrations.measurement import Integration, Keep, Reading, rank
 from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded
@@ -36,7 +34,7 @@ class Monitor(Integration):
 
     Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision:
     ``dtype=torch.bfloat16`` measures under autocast, whatever region the call is in; a gradient
-    scaler does not matter. EMA: ``weights=ema_model``.
+    scaler does not matter. Averaged weights (EMA, SWA): monitor the averaged module itself.
 
     Args:
         model: the model that trains; DDP and torch.compile wrappers are looked through.
@@ -44,20 +42,16 @@ class Monitor(Integration):
         n: how many of them.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: only where ``measure`` is called.
-        logger: a logger of `fastlr.integrations.loggers`, a function of (values, step), or several
-            of these.
+        log: Function of (values, step) that is called after each measurement, such as
+            ``lambda values, step: wandb.log(values, step=step)``. ``values`` is a dict of numbers
+            by name.
         keep_best: a file for the state dict of the best model so far ("state_dict", with "step",
             "epoch", "local_redundancy" and "local_redundancy_stderr"), or a function that is called
             with each best `Reading`.
         mode: "max": the best is the largest local redundancy, as in the paper's choice of
             checkpoints; or "min".
         prefix: before each name that is logged, such as "fastlr/".
-        alarm: ring, with a warning, where plasticity is being lost, by the best rule of a study of
-            alarms (docs/interpreting.md): end each task with `task`; without tasks every reading
-            counts as one.
-        guess: accuracy of the best answer that does not look at the input, for the alarm; 0.1 of
-            ten classes alike.
-        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of
+        what: measures, x, y, loss, init_state, dtype, on_error, and options of
             `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
@@ -78,7 +72,7 @@ class Monitor(Integration):
         >>> rows = []
         >>> log = lambda values, step: rows.append((step, sorted(values)))
         >>> inputs = fastlr.ShapeImages((3, 8, 8))
-        >>> monitor = Monitor(model, inputs, n=16, every_n_steps=2, logger=log)
+        >>> monitor = Monitor(model, inputs, n=16, every_n_steps=2, log=log)
         >>> for _ in range(5):
         ...     _ = monitor.step()
         >>> for row in rows:
@@ -95,22 +89,20 @@ class Monitor(Integration):
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
-        logger: Logger | Callable[[dict[str, float], int], Any] | Iterable[Any] | None = None,
+        log: Callable[[dict[str, float], int], Any] | None = None,
         keep_best: Keep | None = None,
         mode: str = "max",
         prefix: str = "",
-        alarm: bool = False,
-        guess: float = 0.0,
         **what: Any,
     ) -> None:
         trainable(unwrap(model), shards=True)
         super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what)
-        self.model = model
-        self.loggers = _loggers(logger)
+        if not (log is None or callable(log)):
+            raise InputError(f"log must be a function of (values, step), not {type(log).__name__}")
+        self.model, self.log = model, log
         self.steps = self.epochs = 0
         self.first: dict[str, Any] = {}
         self.seconds = 0.0
-        self.alarm = TaskAlarm(guess) if alarm else None
 
     def step(self) -> Reading | None:
         """Count an optimizer step, measure if it is due, and return the reading if there is one."""
@@ -125,32 +117,6 @@ class Monitor(Integration):
         self.epochs += 1
         return self.measure() if self.epoch_due(self.epochs) else None
 
-    def task(self, accuracy: float | None = None) -> str | None:
-        """End a task, and say so, with a warning, if the alarm rings.
-
-        Where the accuracy on new tasks is known the alarm rings by it, for no measure was shown to
-        warn earlier; where it is not, by local redundancy, measured after every second task.
-
-        Args:
-            accuracy: on this task after training on it, between 0 and 1; None: not known.
-
-        Returns:
-            What the alarm says, with the error rates of such rings; None where it does not ring.
-
-        Raises:
-            InputError: there is no alarm, or the accuracy is no share.
-
-        Source: the study of alarms, bench/results/cpu/alarm.
-        """
-        if self.alarm is None:
-            raise InputError("this monitor has no alarm: make it with alarm=True")
-
-        def value() -> float | None:
-            reading = self._measure_and_log()
-            return None if reading is None else reading.value
-
-        return self.alarm.end_task(accuracy, value)
-
     def measure(self) -> Reading | None:
         """Measure and log now.
 
@@ -161,12 +127,6 @@ class Monitor(Integration):
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
-        reading = self._measure_and_log()
-        if reading is not None and self.alarm is not None:
-            self.alarm.take_reading(reading.value)
-        return reading
-
-    def _measure_and_log(self) -> Reading | None:
         main = rank() == 0
         if not main and team() is ALONE and not holds_fully_sharded(self.model):
             return None
@@ -177,8 +137,8 @@ class Monitor(Integration):
             self.take(reading)
             self.first = self.first or _numbers(reading)
             self.seconds += reading.seconds
-            for logger in self.loggers if main else []:
-                logger.log(reading.values(self.prefix), self.steps)
+            if main and self.log is not None:
+                self.log(reading.values(self.prefix), self.steps)
         return reading
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,32 +147,30 @@ class Monitor(Integration):
         A resumed training then measures at the same steps, with the same bits.
         """
         counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
-        alarm = {} if self.alarm is None else {"alarm": self.alarm.state_dict()}
-        return {**counts, **alarm, **self.keeper.state_dict(), **super().state_dict()}
+        return {**counts, **self.keeper.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the `state_dict` was taken.
+        """Resume from a `state_dict`.
 
-        Where that was with other inputs, or another n, seed, probe or predictive, steps, epochs
-        and tasks go on, and readings begin anew, with a warning.
+        If it was taken with other inputs, n, seed, probe or predictive, the counts of steps and
+        epochs go on and the readings start again, with a warning.
+
+        Raises:
+            InputError: The state is not one of a Monitor.
         """
         try:
             self.steps, self.epochs = state["steps"], state["epochs"]
-            self.first = dict(state.get("first", {}))  # older states have none
-            if self.alarm is not None and "alarm" in state:  # older states have none
-                self.alarm.load_state_dict(state["alarm"])
+            self.first = dict(state["first"])
             self.keeper.load_state_dict(state)
             super().load_state_dict(state)
         except KeyError as error:
             raise InputError(f"not the state of a Monitor: {error} is missing") from None
 
     def begin_anew(self, changed: Sequence[str]) -> None:
-        """Begin the readings anew, those of the alarm and the best one as well."""
+        """Drop the readings so far, the best one as well."""
         super().begin_anew(changed)
         self.first = {}
         self.keeper.begin_anew()
-        if self.alarm is not None:
-            self.alarm.begin_values_anew()
 
 
 def _numbers(reading: Reading) -> dict[str, Any]:
@@ -222,18 +180,3 @@ def _numbers(reading: Reading) -> dict[str, Any]:
         "stderr": estimate.stderr,
         "per_parameter": dict(estimate.per_parameter),
     }
-
-
-def _loggers(logger: Any) -> list[Logger]:
-    if logger is None:
-        return []
-    if isinstance(logger, (list, tuple)):
-        return [one for part in logger for one in _loggers(part)]
-    if isinstance(logger, Logger):
-        return [logger]
-    if callable(logger):
-        return [CallbackLogger(logger)]
-    raise InputError(
-        "logger must be one of fastlr.integrations.loggers or a function of (values, step), not "
-        f"{type(logger).__name__}"
-    )

@@ -47,7 +47,6 @@ EVERY_INTERVENTION = {
     "cbp_rate": 0.1,
     "cbp_maturity": 2,
     "redo_every": 3,
-    "spectral": 0.01,
     "replay_images": 9,
     "ewc": 3.0,
     "ewc_images": 5,

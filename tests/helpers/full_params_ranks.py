@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 import fastlr
@@ -26,7 +25,6 @@ from fastlr.distributed.shared_file import SharedFile
 from fastlr.errors import ModelError
 from fastlr.ghost.api import engine_for
 from fastlr.integrations import Monitor
-from fastlr.integrations.averaged_weights import with_weights
 from fastlr.integrations.measurement import on_main
 from fastlr.ops.torch_private import no_torch_function
 
@@ -213,9 +211,6 @@ def one_by_one(rank):
     on_demand.RECENT, tempfile.tempdir = 0, tempfile.mkdtemp()
     torch.manual_seed(3)
     model, x = sharded_model(), batch(3, rank)
-    mesh = init_device_mesh("cpu", (2,))
-    sharded_scale = distribute_tensor(torch.randn(1), mesh, [Shard(0)])
-    average = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
     for whole in (True, False):
         with full_params(model, whole=whole):
             with no_torch_function():
@@ -227,14 +222,7 @@ def one_by_one(rank):
                 model.embedding.weight.add_(1.0)
                 model.memory.bias_hh_l0.data = torch.ones(24)
             written = norms(model, x)
-            with with_weights(
-                model,
-                average
-                if whole
-                else {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in average.items()},
-            ):
-                averaged = norms(model, x)
-        found[whole] = [lr.value, of_weights, *map(as_arrays, (plain, written, averaged))]
+        found[whole] = [lr.value, of_weights, *map(as_arrays, (plain, written))]
         found["notes", whole] = lr.notes
 
     fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
@@ -255,11 +243,6 @@ def one_by_one(rank):
     found["kept"] = str(mode())
     hidden = fully_shard(large_model(hides=True))
     found["errors"] += [error_of(lambda: fastlr.estimate(hidden, fastlr.TensorInputs(inputs), 2))]
-    found["errors"] += [
-        error_of(
-            lambda: with_weights(tokens_model(), {**average, "scale": sharded_scale}).__enter__()
-        )
-    ]
     os.posix_fallocate = full_disk  # type: ignore[assignment]
     found["errors"] += [error_of(lambda: norms(model, x))]
     found["left"] = os.listdir(tempfile.tempdir)

@@ -40,7 +40,7 @@ def by_hand(rank):
         INPUTS,
         N,
         batch_size=N // 2,
-        logger=lambda values, step: rows.append(len(values)),
+        log=lambda values, step: rows.append(len(values)),
     )
     with fastlr.distributed.sharded():
         shared = meter.measure().value

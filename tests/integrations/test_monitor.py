@@ -1,7 +1,6 @@
 """The monitor of hand-written loops leaves training the same and agrees with `fastlr.estimate`."""
 
 import copy
-import csv
 import math
 import pickle
 from functools import partial
@@ -15,12 +14,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fastlr
-from fastlr.display.verdict import brief, change
+from fastlr.display.trend import describe, trend
 from fastlr.errors import NonFiniteError
 from fastlr.integrations import Monitor
-from fastlr.integrations.loggers import CsvLogger
 from fastlr.integrations.measurement import on_main
-from fastlr.models.loading import load_state_dict, read_checkpoint
 
 
 def monitor(model, **options):
@@ -42,7 +39,7 @@ def test_training_is_bit_for_bit_the_same(options):
         "loss": F.cross_entropy,
     }
     rows = []
-    meter = monitor(watched, logger=lambda values, step: rows.append((step, values)), **what)
+    meter = monitor(watched, log=lambda values, step: rows.append((step, values)), **what)
     assert train(watched, meter.step, mid=meter.measure, **options) == losses
     assert same_bits(alone, watched)
     assert random_states() == states
@@ -60,7 +57,7 @@ def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
     model, wanted = network(), []
     seen = []
     meter = monitor(
-        model, every_n_steps=1, dtype=dtype, logger=lambda v, s: seen.append(v["local_redundancy"])
+        model, every_n_steps=1, dtype=dtype, log=lambda v, s: seen.append(v["local_redundancy"])
     )
 
     def watch():
@@ -76,7 +73,7 @@ def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
 
 def test_epochs_and_moments_by_hand():
     model, seen = network(), []
-    meter = monitor(model, every_n_steps=None, every_n_epochs=3, logger=lambda v, s: seen.append(s))
+    meter = monitor(model, every_n_steps=None, every_n_epochs=3, log=lambda v, s: seen.append(s))
     readings = [meter.epoch() for _ in range(7) if meter.step() is None]
     assert [r is not None for r in readings] == [False, False, True, False, False, True, False]
     assert seen == [3, 6]
@@ -90,72 +87,24 @@ def test_epochs_and_moments_by_hand():
     assert only.measure().value == meter.last.value
 
 
-class Frozen(nn.Module):
-    """An average as others keep it: a frozen copy under ``module``."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.module = copy.deepcopy(model).requires_grad_(False)
-
-    def update(self, model):
-        with torch.no_grad():
-            for mine, its in zip(self.module.state_dict().values(), model.state_dict().values()):
-                mine.copy_(0.5 * mine + 0.5 * its)
-
-
-@mark.parametrize("kind", ["averaged_model", "frozen", "state_dict", "function"])
-def test_averaged_weights(kind, tmp_path):
+def test_the_average_of_a_model_is_monitored_by_itself():
     alone, model = network(), network()
     losses = train(alone)
-    if kind == "averaged_model":
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-        update = partial(average.update_parameters, model)
-    else:
-        average = Frozen(model)
-        update = partial(average.update, model)
-    shadow = average.module
-    kinds = {"state_dict": shadow.state_dict(), "function": lambda: average}
-    weights = kinds.get(kind, average)
-    meter = monitor(model, weights=weights, keep_best=tmp_path / "best.pt", mode="min")
-    places = [p.data_ptr() for p in model.parameters()]
-    wanted = []
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    meter = monitor(average.module)
 
     def watch():
         if meter.step() is not None:
-            wanted.append(fastlr.estimate(copy.deepcopy(shadow).requires_grad_(), INPUTS, N).value)
-            assert meter.last.value == wanted[-1]
+            assert meter.last.value == fastlr.estimate(average.module, INPUTS, N).value
+            assert meter.last.value != fastlr.estimate(model, INPUTS, N).value
 
-    assert train(model, watch, each=update) == losses
+    assert train(model, watch, each=partial(average.update_parameters, model)) == losses
     assert same_bits(alone, model)
-    assert [p.data_ptr() for p in model.parameters()] == places
-    assert len(set(wanted)) == 3
-    assert wanted[-1] != fastlr.estimate(model, INPUTS, N).value
-    kept = network()
-    load_state_dict(kept, read_checkpoint(tmp_path / "best.pt"))
-    assert fastlr.estimate(kept, INPUTS, N).value == min(wanted)
-
-
-def test_averaged_weights_that_do_not_fit():
-    model = network()
-    before = copy.deepcopy(model)
-    some = {k: v for k, v in model.state_dict().items() if "5" not in k}
-    with refused("weights lacks 5.weight and 1 more"):
-        monitor(model, weights=some).measure()
-    wide = {k: v + 1 for k, v in model.state_dict().items()} | {"5.bias": torch.zeros(7)}
-    with refused("5.bias.*shape"):
-        monitor(model, weights=wide).measure()
-    with refused("the model itself"):
-        monitor(model, weights=model).measure()
-    with refused("weights must be"):
-        monitor(model, weights=3).measure()
-    assert same_bits(before, model)
 
 
 def test_a_backward_pass_may_be_under_way():
-    """The graph of a loss stays valid, also where averaged weights were in the model meanwhile."""
+    """The graph of a loss stays valid."""
     model = network()
-    average = Frozen(model)
-    average.update(network().requires_grad_(False))
     x, y = data()
     grads = []
     for watched in (False, True):
@@ -163,7 +112,7 @@ def test_a_backward_pass_may_be_under_way():
         model.zero_grad()
         loss = F.cross_entropy(model(x), y)
         if watched:
-            monitor(model, weights=average).measure()
+            monitor(model).measure()
         loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
         assert seed.get_state().equal(torch.get_rng_state())
@@ -203,42 +152,27 @@ def test_best_checkpoint_and_resumption(tmp_path, mode):
         again.load_state_dict({"steps": 3})
 
 
-def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
-    model, (x, _) = network(), data()
-    meter = monitor(model, measures=["dormant_ratio"], x=x)
-    meter.measure()  # before training: no reading of the verdict
-    with refused("takes 3 readings after training began, and there are 0"):
-        meter.reference()
+def test_the_trend_is_of_readings_after_training_began():
+    model = network()
+    meter = monitor(model)
+    meter.measure()  # before training: not part of the trend
+    assert "there are 0." in meter.trend()
     for _ in range(2):
         train(model, meter.step)  # three readings each
-    assert "cannot be told yet" not in meter.verdict()
     assert len(meter.course) == 6
-    with torch.no_grad():
-        [p.mul_(0.2) for p in model.parameters()]
+    assert "first three and last three of 6 readings" in meter.trend()
     kept = pickle.dumps(meter.state_dict())
+    with torch.no_grad():
+        [p.mul_(0.05) for p in model.parameters()]
     for _ in range(3):
         meter.measure()
-    found = change(meter.course[:3], meter.course[-3:])
-    assert found.moved == -1
-    assert found.paired
-    told = meter.verdict()
-    assert told.startswith(f"Local redundancy has fallen from {brief(found.first)} to ")
-    dormant = meter.last.measures["dormant_ratio"].details
-    assert f"{dormant['dormant']} of {dormant['units']} units" in told
-    again = monitor(model, measures=["dormant_ratio"], x=x)
+    assert "first three and last three of 9 readings" in meter.trend()
+    again = monitor(model)
     again.load_state_dict(pickle.loads(kept))
     for _ in range(3):
         again.measure()
-    assert again.verdict() == told
-    again.reference()  # the last three of nine, all alike
-    assert "cannot be told yet" in again.verdict()
-    assert "there are 9" in again.verdict()
-    for _ in range(3):
-        again.measure()
-    assert "went from" in again.verdict()
-    older = {key: value for key, value in meter.state_dict().items() if key != "course"}
-    again.load_state_dict(older)
-    assert again.course == []
+    assert again.trend() == meter.trend() == describe(meter.course)
+    assert trend(meter.course).ratio < 0.5
 
 
 @mark.parametrize(
@@ -258,13 +192,13 @@ def test_readings_of_another_measurement_are_not_gone_on_with(changed, other):
         meter.step()
     state = pickle.loads(pickle.dumps(meter.state_dict()))
     again = other(model)
-    with warned(f"taken with another {changed}, and cannot be compared"):
+    with warned(f"taken with another {changed} and cannot be compared"):
         again.load_state_dict(state)
     assert again.steps == 3
     for _ in range(3):
         again.measure()
     assert again.first["value"] == again.course[0].value == again.best.value
-    assert "cannot be told yet" in again.verdict()
+    assert "Too few readings" in again.trend()
     older = {key: value for key, value in state.items() if key != "measured"}
     again.load_state_dict(older)
     assert len(again.course) == 3
@@ -278,30 +212,15 @@ def test_inputs_and_files_of_a_wrong_kind(tmp_path):
         monitor(network(), keep_best=tmp_path)
 
 
-def test_the_verdict_knows_the_networks_own_inputs():
-    own = Monitor(network(), fastlr.TensorInputs(data()[0]), len(data()[0]))
-    for _ in range(7):
-        own.measure()
-    assert len(own.course) == 6
-    assert "these are its own inputs" in own.verdict()
-
-
-def test_loggers_and_names(tmp_path):
+def test_names():
     model, seen = network(), []
-    with CsvLogger(tmp_path / "log.csv") as file:
-        meter = monitor(
-            model, logger=[file, lambda values, step: seen.append(values)], prefix="fastlr/"
-        )
-        train(model, meter.step)
-    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
-    assert [row["step"] for row in rows] == ["2", "4", "6"]
-    assert len(seen) == 3
-    assert (
-        float(rows[-1]["fastlr/local_redundancy"])
-        == meter.last.value
-        == seen[-1]["fastlr/local_redundancy"]
-    )
-    assert float(rows[-1]["fastlr/local_redundancy_stderr"]) == meter.last.estimate.stderr
+    meter = monitor(model, log=lambda *row: seen.append(row), prefix="fastlr/")
+    train(model, meter.step)
+    assert [step for _, step in seen] == [2, 4, 6]
+    assert seen[-1][0] == {
+        "fastlr/local_redundancy": meter.last.value,
+        "fastlr/local_redundancy_stderr": meter.last.estimate.stderr,
+    }
     assert meter.seconds >= 3 * 1e-4
 
 
@@ -348,7 +267,8 @@ def test_a_measurement_that_fails_does_not_end_the_training():
         ({"every_n_steps": 0}, "every_n_steps must be"),
         ({"mode": "best"}, "mode must be"),
         ({"keep_best": "/no/such/folder/best.pt"}, "no folder"),
-        ({"logger": 3}, "logger must be"),
+        ({"log": 3}, "log must be a function"),
+        ({"logger": print}, "unknown options"),
         ({"on_error": "ignore"}, "on_error"),
         ({"dtype": "fp8"}, "dtype"),
         ({"measures": ["accuracy"]}, "unknown measures"),

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
-from fastlr.display.verdict import brief
-from fastlr.experiments.continual.findings import ends
+from fastlr.display.tables import brief
 from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
@@ -29,6 +28,13 @@ from fastlr.experiments.runs.records import (
 )
 
 _REDUNDANCY = "local_redundancy"  # and its kinds, whose names begin with it
+PARTS = 5  # parts of a run, of which the first and the last are compared
+
+
+def ends(values: Array) -> tuple[Array, Array]:
+    """Return the first and the last fifth of a series."""
+    part = max(1, len(values) // PARTS)
+    return values[:part], values[-part:]
 
 
 def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun]]:

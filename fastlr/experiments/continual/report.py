@@ -18,13 +18,11 @@ from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
-from fastlr.experiments.continual.findings import findings
-from fastlr.experiments.continual.options import COMPARED, OPEN, ContinualOptions
+from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
-from fastlr.experiments.continual.verdicts import alarms, verdicts, verdicts_by_group
-from fastlr.experiments.runs.options import choices_of_ours
+from fastlr.experiments.continual.trends import trends, trends_by_group
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 
@@ -76,19 +74,16 @@ def write_report(
     accuracy, forgetting = TARGETS
     full = {name: tables.correlation_sheets(result, name) for name, result in results.items()}
     overview = {name: tables.overview_sheets(result, name) for name, result in results.items()}
-    screen = tables.with_setting(
-        [
-            tables.runs_sheet(runs),
-            full[accuracy][0],
-            *overview[accuracy],
-            *tables.lead_sheets(results[accuracy], accuracy),
-            tables.forgetting_sheet(forgotten),
-            full[forgetting][0],
-            tables.ablation_sheet(agreements),
-            tables.cost_sheet(spent, runs),
-        ],
-        runs,
-    )
+    screen = [
+        tables.runs_sheet(runs),
+        full[accuracy][0],
+        *overview[accuracy],
+        *tables.lead_sheets(results[accuracy], accuracy),
+        tables.forgetting_sheet(forgotten),
+        full[forgetting][0],
+        tables.ablation_sheet(agreements),
+        tables.cost_sheet(spent, runs),
+    ]
     rest = [
         *full[accuracy][1:],
         *full[forgetting][1:],
@@ -97,17 +92,13 @@ def write_report(
         tables.definitions_sheet(runs),
     ]
     setting = tables.setting(runs)
-    sentences = [
-        *findings(runs, results[accuracy], resamples=resamples, seed=seed),
-        *verdicts(runs),
-        *alarms(groups),
-    ]
+    sentences = trends(runs)
     numbers: dict[str, Any] = {
-        "findings": sentences,
+        "trends": sentences,
         "runs": [str(run.path) for run in runs],
         "resamples": resamples,
         "seed": seed,
-        "setting": list(setting),
+        "setting": [setting],
         "correlations": list(map(vars, known)),
         "forgetting": list(map(vars, forgotten)),
         "costs": list(map(vars, spent)),
@@ -124,7 +115,7 @@ def write_report(
         folder,
         "Plasticity over a sequence of tasks",
         sentences,
-        [*setting, choices_of_ours(runs[0].options, ContinualOptions(), OPEN), summary],
+        [setting, summary],
         [*screen, *rest],
         _drawings(runs, known) if figures == "png" else [],
         runs,
@@ -151,9 +142,9 @@ def _report_by_intervention(
 ) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
-    sentences = [*verdicts_by_group(groups), *alarms(groups)]
+    sentences = trends_by_group(groups)
     numbers = {
-        "findings": sentences,
+        "trends": sentences,
         "runs": [str(run.path) for run in runs],
         "interventions": list(groups),
     }
@@ -164,7 +155,7 @@ def _report_by_intervention(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
-        [lead, choices_of_ours(runs[0].options, ContinualOptions(), OPEN)],
+        [lead, tables.setting(runs)],
         [*screen, tables.definitions_sheet(runs)],
         [course] if figures == "png" else [],
         runs,

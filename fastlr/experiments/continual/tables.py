@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 
 from fastlr.display.sheets import DASH, Sheet, outside_zero, shown
@@ -18,7 +17,7 @@ from fastlr.experiments.continual.association import (
 )
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.fields import FIELDS, INPUTS, ROWS
-from fastlr.experiments.continual.options import substitutions
+from fastlr.experiments.continual.options import OPEN, ContinualOptions, substitutions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.summaries import (
     FEWEST_FOR_ERROR,
@@ -26,15 +25,14 @@ from fastlr.experiments.continual.summaries import (
     Cost,
     ForgettingBlock,
 )
-from fastlr.experiments.runs.options import not_as_in_the_paper
 from fastlr.experiments.runs.records import (
     all_measures,
     as_dict,
     finite,
-    grouped,
     mean_of_known,
     on_machines,
 )
+from fastlr.experiments.runs.report import differences_from_the_paper
 from fastlr.experiments.statistics.bootstrap import SHORTEST_BLOCK
 from fastlr.experiments.training.options import training_text
 
@@ -48,37 +46,17 @@ NOT_RECORDED = (
 )
 
 
-def setting(runs: Sequence[ContinualRun]) -> tuple[str, ...]:
-    """Return sentences on the options in which runs differ from the paper.
-
-    Runs with the same options share a sentence.
-    """
-    groups = grouped(runs, map(_changes, runs))
-    if len(groups) == 1:
-        return (not_as_in_the_paper(groups[0][0]),)
-    texts = []
-    for changes, group in groups:
-        names = ", ".join(run.name for run in group)
-        texts.append(not_as_in_the_paper(changes, names))
-    return tuple(texts)
+def setting(runs: Sequence[ContinualRun]) -> str:
+    """Return the paragraph on how runs differ from the paper."""
+    return differences_from_the_paper(runs, map(_changes, runs), ContinualOptions(), OPEN)
 
 
-def _changes(run: ContinualRun) -> tuple[str, ...]:
+def _changes(run: ContinualRun) -> list[str]:
     """Return the options in which a run differs from the paper, each in words."""
     if not run.options:
-        return ("not known, as the run has no configuration",)
+        return ["unknown, because the run has no configuration"]
     data = as_dict(run.config, "data")
-    return tuple(substitutions(DRIVER.options_of(run.options), data, len(run.tasks)))
-
-
-def with_setting(sheets: Sequence[Sheet], runs: Sequence[ContinualRun]) -> list[Sheet]:
-    """Return tables, with `setting` among the notes of those that the paper has too."""
-    notes, told = setting(runs), []
-    for sheet in sheets:
-        if sheet.title.startswith("Table "):
-            sheet = replace(sheet, notes=(*sheet.notes, *notes))
-        told.append(sheet)
-    return told
+    return substitutions(DRIVER.options_of(run.options), data, len(run.tasks))
 
 
 def label(name: str) -> str:

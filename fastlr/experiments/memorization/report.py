@@ -30,12 +30,16 @@ from fastlr.display.tables import pm
 from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
-from fastlr.experiments.runs.records import finite, number
-from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
+from fastlr.experiments.runs.records import number
+from fastlr.experiments.runs.report import (
+    Drawing,
+    Report,
+    differences_from_the_paper,
+    make_folder,
+    write_files,
+)
 from fastlr.experiments.statistics.seeds import mean_over_seeds
 from fastlr.experiments.training.options import training_text
-from fastlr.metrics.probes import too_few
 from fastlr.models.patchtst import size_beside_the_papers
 
 _LINES, _SHOWN = 13, 4  # rows of a table over epochs; runs that have one in the terminal
@@ -99,8 +103,7 @@ def write_memorization_report(
     bits, speed = bits_sheet(runs), speed_sheet(runs)
     training = [training_sheet(run, f"training-{i}") for i, run in enumerate(runs)]
     screen = [bits, *training, speed] if len(runs) <= _SHOWN else [bits, speed]
-    sentences = findings(runs)
-    numbers = {"findings": sentences, "runs": [_numbers_of(run) for run in runs]}
+    numbers = {"runs": [_numbers_of(run) for run in runs]}
     lead = (
         "Bits that networks have taken up of random targets, over training. Numbers with all "
         "digits are in report.json."
@@ -109,8 +112,8 @@ def write_memorization_report(
     return write_files(
         folder,
         "Memorization",
-        sentences,
-        [lead, choices_of_ours(runs[0].options, MemorizeOptions(), OPEN)],
+        (),
+        [lead, differences_from_the_paper(runs, map(_changes, runs), MemorizeOptions(), OPEN)],
         [bits, *training, speed],
         drawings,
         runs,
@@ -130,31 +133,6 @@ def _numbers_of(run: MemorizationRun) -> dict[str, Any]:
         "late_gain": run.late_gain(),
         "records": run.records,
     }
-
-
-def findings(runs: Sequence[MemorizationRun]) -> list[str]:
-    """Say how many bits per parameter the runs have memorised, beside the paper's figure.
-
-    Say also how much they gained in the last tenth of the epochs, as a mean over seeds: whether
-    they could take up more, and where it is the labels that had no more.
-    """
-    sentences = []
-    for group in alike(runs):
-        first, kind = group[0], KINDS[group[0].kind]
-        mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
-        of_seeds = " (one seed, so without an error)"
-        if mean.n > 1:
-            of_seeds = f" ± {mean.stderr:.3f} over {mean.n} seeds"
-        gains = finite([run.late_gain() for run in group])
-        late = ""
-        if len(gains):
-            late = f", {gains.mean():+.3f} of them in the {_late(first)}"
-        conclusion = too_few(max(number(run.last.get("share_of_ceiling")) for run in group))
-        sentences.append(
-            f"{first.name}: {mean.value:.3f}{of_seeds} bits a parameter of {kind.label}{late}; "
-            f"the paper has {kind.paper}{f'; {conclusion}' if conclusion else ''}."
-        )
-    return sentences
 
 
 def _late(run: MemorizationRun) -> str:
@@ -179,19 +157,12 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     ]
     groups = alike(runs)
     rows = []
-    for run in [run for group in groups for run in group]:
-        row = (
-            run.name,
-            str(run.last["epoch"]),
-            f"{run.parameters:,}",
-            f"{run.last['loss']:.4g}",
-            f"{run.last['bits']:,.0f}",
-            f"{run.last['bits_per_parameter']:.3f}",
-            FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
-            f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
-            shown(run.late_gain(), "{:+.3f}"),
-        )
-        rows.append(row)
+    for group in groups:
+        rows += [_bits_row(run) for run in group]
+        if len(group) > 1:
+            mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
+            name = f"mean of {mean.n} seeds"
+            rows.append((name, *[""] * 4, pm(mean.value, mean.stderr), *[""] * 3))
     kinds = {run.kind for run in runs}
     notes = [kind.definition for name, kind in KINDS.items() if name in kinds]
     notes.append(
@@ -206,20 +177,35 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     if others:
         told = ", ".join(f"{run.name}: {_late(run)}" for run in others)
         notes.append(f"last 10 % is of more epochs where no record is at their start ({told}).")
-    notes += [_beside_the_paper(group[0]) for group in groups]
+    for run in [group[0] for group in groups]:
+        paper = KINDS[run.kind].paper
+        notes.append(f"{run.name}: the paper has {paper} bits a parameter. {training_text(run)}")
     return Sheet("bits", "Bits memorised", columns, rows, notes)
 
 
-def _beside_the_paper(run: MemorizationRun) -> str:
-    """Say what the paper has, in what a run differs from its, and how it was trained."""
+def _bits_row(run: MemorizationRun) -> tuple[str, ...]:
+    """Return the row of one run in the table of bits."""
+    return (
+        run.name,
+        str(run.last["epoch"]),
+        f"{run.parameters:,}",
+        f"{run.last['loss']:.4g}",
+        f"{run.last['bits']:,.0f}",
+        f"{run.last['bits_per_parameter']:.3f}",
+        FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
+        f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
+        shown(run.late_gain(), "{:+.3f}"),
+    )
+
+
+def _changes(run: MemorizationRun) -> list[str]:
+    """Return the options in which a run differs from the paper, each in words."""
     changes = list(run.substitutions)
     if run.last["epoch"] != 1000:
         changes.insert(0, f"epochs {run.last['epoch']} for 1000")
     if run.kind == "series":
         changes += size_beside_the_papers(run.parameters)
-    unlike = not_as_in_the_paper(changes, run.name)
-    paper = KINDS[run.kind].paper
-    return f"The paper has {paper} bits a parameter. {unlike} {training_text(run)}"
+    return changes
 
 
 def training_sheet(run: MemorizationRun, slug: str) -> Sheet:

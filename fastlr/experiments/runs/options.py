@@ -7,7 +7,7 @@ import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from fastlr.errors import InputError, did_you_mean
@@ -185,46 +185,6 @@ def differences(
             f"{k} {v}" for k, v in values["model_kwargs"].items()
         )
     return [text for name, text in texts.items() if values[name] != paper[name]]
-
-
-def not_as_in_the_paper(changes: Sequence[str], runs: str = "") -> str:
-    """Return the sentence of a report on the options in which runs differ from the paper's.
-
-    Args:
-        changes: As `differences` returns them.
-        runs: Whose they are, where not all runs of the report have them.
-
-    Example:
-        >>> not_as_in_the_paper(["n 3 for 5", "epochs 2 for 12"])
-        'Not as in the paper: n 3 for 5; epochs 2 for 12.'
-        >>> not_as_in_the_paper([], "a, b")
-        'Not as in the paper, a, b: no option.'
-    """
-    return f"Not as in the paper{runs and ', ' + runs}: {'; '.join(changes) or 'no option'}."
-
-
-def choices_of_ours(
-    options: Mapping[str, Any], paper: RunOptions, open_in_it: Mapping[str, str]
-) -> str:
-    """Return the sentence of a report on what the paper leaves open and our options decide.
-
-    Args:
-        options: Of a run; what it does otherwise is named by `not_as_in_the_paper`.
-        paper: As we take the paper.
-        open_in_it: Option to what the paper says of it.
-
-    Example:
-        >>> choices_of_ours({"seed": 0, "threads": 2}, RunOptions(), {"seed": "it says none"})
-        'Choices of ours, where the paper leaves them open: seed 0 (it says none).'
-    """
-    told = [
-        f"{name} {options[name]} ({words})"
-        for name, words in open_in_it.items()
-        if options.get(name) == getattr(paper, name)
-    ]
-    if not told:
-        return ""
-    return f"Choices of ours, where the paper leaves them open: {'; '.join(told)}."
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from fastlr.display.figures import save_figure
 from fastlr.display.record import output_folder, write_json
 from fastlr.display.sheets import HTML, WIDTH, Sheet
 from fastlr.errors import InputError, few
-from fastlr.experiments.runs.records import RunFolder
+from fastlr.experiments.runs.options import RunOptions
+from fastlr.experiments.runs.records import RunFolder, grouped
 from fastlr.files import write_text
 
 FIGURES = ("png", "none")
@@ -105,6 +106,7 @@ class Report:
         screen: Those that are shown in the terminal.
         figures: The pictures that were drawn, with captions.
         findings: What the runs show, in sentences.
+        lead: Opening paragraphs.
     """
 
     folder: Path
@@ -113,12 +115,14 @@ class Report:
     screen: tuple[Sheet, ...]
     figures: tuple[Figure, ...]
     findings: tuple[str, ...]
+    lead: tuple[str, ...]
 
     def show(self, console: Console | None = None) -> None:
-        """Print the tables and where the files are."""
-        console = show(self.screen, console)
-        for sentence in self.findings:
-            console.print(sentence + "\n", highlight=False, markup=False)
+        """Print the opening paragraphs, the tables, the findings and where the files are."""
+        console = console or Console(width=WIDTH, highlight=False)
+        _print(self.lead, console)
+        show(self.screen, console)
+        _print(self.findings, console)
         console.print(f"report: {self.page}", highlight=False, soft_wrap=True)
 
 
@@ -159,7 +163,7 @@ def write_files(
         title: Of the page.
         findings: What the runs show, in sentences; they stand below the first picture, before
             anything else.
-        lead: What stands below them; where the runs come from is added.
+        lead: Opening paragraphs, below the findings; the page also says where the runs come from.
         sheets: Tables in the page's order.
         drawings: The pictures, the one that shows most first.
         runs: Whose configurations are folded away at its end.
@@ -183,26 +187,74 @@ def write_files(
     page = _PAGE.render(
         title=title,
         findings=findings,
-        lead=[paragraph for paragraph in (*lead, *origins) if paragraph],
+        lead=[*lead, *origins],
         sheets=sheets,
         figures=figures,
         runs=runs,
         json=json.dumps,
         base64=_base64,
     )
-    paragraphs = [f"# {title}\n", *(f"{sentence}\n" for sentence in findings)]
+    paragraphs = [f"{paragraph}\n" for paragraph in (f"# {title}", *findings, *lead)]
     markdown = "\n".join([*paragraphs, *(sheet.markdown() for sheet in sheets)])
     tables = {f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows}
     files = {"report.md": markdown, **tables, **(texts or {}), "index.html": page}
     for name, text in files.items():
         write_text(folder / name, text)
     return Report(
-        folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings)
+        folder,
+        folder / "index.html",
+        tuple(sheets),
+        tuple(screen),
+        tuple(figures),
+        tuple(findings),
+        tuple(lead),
     )
 
 
 def _base64(path: Path) -> str:
     return base64.b64encode(path.read_bytes()).decode("ascii")
+
+
+def differences_from_the_paper(
+    runs: Sequence[RunFolder],
+    changes: Iterable[Sequence[str]],
+    paper: RunOptions,
+    open_in_it: Mapping[str, str],
+) -> str:
+    """Return the paragraph of a report on how its runs differ from the paper.
+
+    Differences that all runs share come first. The last sentence lists the options that the paper
+    leaves open, unless a run sets another value than we take for the paper.
+
+    Args:
+        runs: Runs of the report.
+        changes: Differences of each run, as `fastlr.experiments.runs.options.differences` returns
+            them.
+        paper: Options of the paper.
+        open_in_it: Options that the paper leaves open, each with its words.
+
+    Example:
+        >>> runs = [RunFolder(Path(name), {"options": {"seed": 0}}) for name in "abc"]
+        >>> changes = [["n 3 for 5"], ["n 3 for 5", "epochs 2 for 12"], ["n 3 for 5"]]
+        >>> differences_from_the_paper(runs, changes, RunOptions(), {})
+        'Differences from the paper: n 3 for 5. In b: epochs 2 for 12.'
+        >>> differences_from_the_paper(runs, [[], [], []], RunOptions(), {"seed": "not given"})
+        'Differences from the paper: none. Options that the paper leaves open: seed 0 (not given).'
+    """
+    listed = list(changes)
+    shared = [change for change in listed[0] if all(change in others for others in listed)]
+    texts = ["; ".join(shared)] if shared else []
+    own = [tuple(change for change in others if change not in shared) for others in listed]
+    for rest, group in grouped(runs, own):
+        if rest:
+            texts.append(f"In {', '.join(run.name for run in group)}: {'; '.join(rest)}")
+    text = f"Differences from the paper: {'. '.join(texts) or 'none'}."
+    ours = [
+        f"{name} {getattr(paper, name)} ({words})"
+        for name, words in open_in_it.items()
+        if all(run.options.get(name) == getattr(paper, name) for run in runs)
+    ]
+    return f"{text} Options that the paper leaves open: {'; '.join(ours)}." if ours else text
 
 
 def provenance(run: RunFolder) -> str:
@@ -239,9 +291,13 @@ def unverified(runs: Sequence[RunFolder]) -> str:
     )
 
 
-def show(sheets: Sequence[Sheet], console: Console | None = None) -> Console:
-    """Print tables, by default for 80 columns; return the console."""
+def show(sheets: Sequence[Sheet], console: Console | None = None) -> None:
+    """Print tables, by default for 80 columns."""
     console = console or Console(width=WIDTH, highlight=False)
     for sheet in sheets:
         console.print(sheet.text(), highlight=False, markup=False)
-    return console
+
+
+def _print(paragraphs: Iterable[str], console: Console) -> None:
+    for paragraph in paragraphs:
+        console.print(f"{paragraph}\n", highlight=False, markup=False)

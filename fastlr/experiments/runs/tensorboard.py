@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastlr.errors import FastlrError, warn
+from fastlr.errors import InputError, install, warn
 from fastlr.experiments.runs.integrity import RECORDS
 from fastlr.experiments.runs.progress import Progress, Report
-from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
 
 TENSORBOARD = "tensorboard"  # folder in that of the run
 Record = Mapping[str, Any]
@@ -21,10 +20,9 @@ Record = Mapping[str, Any]
 class Mirror:
     """Logs each record of a run after it was committed.
 
-    First of all it logs the records that are in the run's folder already.
-
-    So a resumed run makes the log whole again, whatever was lost with the process before. A logger
-    that fails is given up with a warning: the run goes on, and its records are whole.
+    The first update logs all records in the run's folder and drops what was logged before, so that
+    the log of a resumed run is complete. If logging fails, the run continues without its log, after
+    a warning.
 
     The step is the number of steps of the run that are done, 0 for the start. Names: those of the
     record (``accuracy``, ``train_loss``), ``forgetting`` (accuracy on the task before: right after
@@ -41,41 +39,39 @@ class Mirror:
     def __init__(self, path: str | Path) -> None:
         require_tensorboard()
         self._path = Path(path)
-        self._logger: Logger | None = None
+        self._writer: Any = None
         self._read = 0  # bytes of the records that are logged
-        self._given_up = False
+        self._failed = False
         self._step, self._accuracy = 0, None
 
     def update(self) -> None:
         """Log the records that have been committed since the last call."""
-        with self._carefully(), open(self._path / RECORDS, "rb") as file:
-            file.seek(self._read)
-            for line in file:
-                self._log(json.loads(line))
-            self._read = file.tell()
+        if self._failed:
+            return
+        try:
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(self._path / TENSORBOARD), purge_step=0)
+            with open(self._path / RECORDS, "rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    self._log(json.loads(line))
+                self._read = file.tell()
+            self._writer.flush()
+        except OSError as error:
+            self._failed = True
+            warn(f"the run continues without its log: {error}")
 
     def close(self) -> None:
-        """Close the log."""
-        if self._logger is not None:
-            with self._carefully():
-                self._logger.close()
-
-    @contextmanager
-    def _carefully(self) -> Iterator[None]:
-        """Go on without a log where it fails."""
-        try:
-            yield
-        except FastlrError as error:
-            if not self._given_up:
-                text = f"the run goes on without its log: {error}"
-                warn(text)
-            self._given_up = True
+        """Close the log, to which nothing is left to be written."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
 
     def _log(self, record: Record) -> None:
-        if record["kind"] == "resume" or self._given_up:
+        if record["kind"] == "resume":
             return
-        if self._logger is None:  # what was logged from step 0 on is dropped
-            self._logger = TensorBoardLogger(self._path / TENSORBOARD, purge_step=0)
         values = _numbers(record)
         if self._accuracy is not None and "previous_accuracy" in values:
             values["forgetting"] = self._accuracy - values["previous_accuracy"]
@@ -85,7 +81,8 @@ class Mirror:
         values |= {
             f"seconds/{name}": value for name, value in _numbers(record.get("seconds", {})).items()
         }
-        self._logger.log(values, self._step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, self._step)
         self._step, self._accuracy = self._step + 1, values.get("accuracy")
 
 
@@ -107,6 +104,14 @@ def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Re
         mirror.update()  # of a run that was complete
     finally:
         mirror.close()
+
+
+def require_tensorboard() -> None:
+    """Raise InputError if tensorboard is not installed."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"tensorboard is not installed: {install('logging')}") from error
 
 
 def _numbers(record: Record) -> dict[str, Any]:

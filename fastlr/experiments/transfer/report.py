@@ -5,10 +5,7 @@ The page is one self-contained HTML file.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,10 @@ from fastlr.display.figures import (
     new_figure,
     style,
 )
-from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.transfer import tables
 from fastlr.experiments.transfer.fields import FIELDS, strategy
-from fastlr.experiments.transfer.options import OPEN, TransferOptions
 from fastlr.experiments.transfer.records import (
     TransferRun,
     differences,
@@ -75,8 +70,6 @@ def write_transfer_report(
         tables.picks_sheet(runs),
         tables.runs_sheet(runs),
     ]
-    # On every table, wherever it is shown.
-    sheets = [replace(sheet, notes=(*sheet.notes, *setting)) for sheet in sheets]
     by_seed = {}
     for run in finished:
         by_seed[str(run.seed)] = {name: run.loss(name) for name in run.picks}
@@ -85,7 +78,6 @@ def write_transfer_report(
         compared.append({**vars(pair), "mean": vars(pair.mean)})
     means = {name: vars(mean) for name, mean in losses(finished).items()}
     picks = {str(run.seed): run.picks for run in runs}
-    sentences = findings(finished)
     numbers: dict[str, Any] = {
         "runs": [str(run.path) for run in runs],
         "setting": list(setting),
@@ -93,63 +85,19 @@ def write_transfer_report(
         "losses_by_seed": by_seed,
         "differences": compared,
         "picks": picks,
-        "findings": sentences,
     }
-    ours = choices_of_ours(runs[0].options, TransferOptions(), OPEN)
-    lead = [*setting, ours, "Numbers with all digits are in report.json."]
     drawings = _drawings(finished or runs) if figures == "png" else []
     return write_files(
         folder,
         "Selecting checkpoints for transfer",
-        sentences,
-        lead,
+        (),
+        [*setting, "Numbers with all digits are in report.json."],
         sheets,
         drawings,
         runs,
         numbers,
         screen=sheets[:3],
     )
-
-
-def findings(runs: Sequence[TransferRun]) -> list[str]:
-    """Say which strategies ended lowest, and how local redundancy compares with each other one.
-
-    A comparison says whether the difference can be told from zero.
-
-    Args:
-        runs: Finished ones.
-    """
-    if not runs:
-        return ["No run has finished its fine-tuning yet: nothing can be told."]
-    means = losses(runs)
-    best = min(means, key=lambda name: means[name].value)
-    ties = [strategy(name).label for name in means if means[name].value == means[best].value]
-    lowest = f"Lowest loss after fine-tuning: {', '.join(ties)}, {means[best].value:.4f}"
-    if len(runs) == 1:
-        return [f"{lowest}. That is one seed: what it shows cannot be told from chance."]
-    sentences = [f"{lowest} ± {means[best].stderr:.4f} over {len(runs)} seeds."]
-    told = defaultdict(list)
-    for pair in differences(runs):
-        if "local_redundancy" not in (pair.first, pair.second) or not math.isfinite(pair.mean.low):
-            continue
-        other, value = pair.second, pair.mean.value
-        if pair.second == "local_redundancy":
-            other, value = pair.first, -value
-        if pair.same == len(runs):
-            told["same"].append(strategy(other).label)
-            continue
-        kind = "lower" if value < 0 else "higher"
-        if pair.mean.low <= 0 <= pair.mean.high:
-            kind = "not told"
-        told[kind].append(f"{strategy(other).label} ({value:+.4f} ± {pair.mean.stderr:.4f})")
-    texts = {
-        "lower": "Picked by the largest local redundancy, the loss is lower than by: {}.",
-        "higher": "Picked by the largest local redundancy, the loss is higher than by: {}.",
-        "not told": "It cannot be told (at 95 %, paired by seed) from that by: {}.",
-        "same": "In every seed the largest local redundancy picked the same checkpoint as: {}.",
-    }
-    sentences += [texts[kind].format(", ".join(told[kind])) for kind in texts if told[kind]]
-    return sentences
 
 
 def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:

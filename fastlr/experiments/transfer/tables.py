@@ -11,13 +11,13 @@ import numpy as np
 from fastlr.display.record import counted
 from fastlr.display.sheets import DASH, Sheet, outside_zero, shown
 from fastlr.errors import few
-from fastlr.experiments.runs.options import not_as_in_the_paper
 from fastlr.experiments.runs.records import as_dict, on_machines
+from fastlr.experiments.runs.report import differences_from_the_paper
 from fastlr.experiments.statistics.seeds import Mean
 from fastlr.experiments.training.options import training_text
 from fastlr.experiments.transfer.experiment import DRIVER
 from fastlr.experiments.transfer.fields import FIELDS, REDUNDANCIES, strategy
-from fastlr.experiments.transfer.options import substitutions
+from fastlr.experiments.transfer.options import OPEN, TransferOptions, substitutions
 from fastlr.experiments.transfer.records import (
     Difference,
     TransferRun,
@@ -34,20 +34,22 @@ _VALUE = "{:.6g}"
 
 
 def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
-    """Return sentences on the training of the runs.
+    """Return paragraphs on the runs.
 
-    They say how it was done, in what it differs from the paper, and which runs are not finished.
+    They say how the networks were trained, how that differs from the paper, and which runs are
+    unfinished.
     """
     run, finished = runs[0], finished_of(runs)
     parameters = run.untrained.get("parameters", 0)
     seeds = counted(len(finished), "seed")
     pretrained = _trained(run, "source", "")
     tuned = _trained(run, "target", "finetune_")
+    changes = [[*_changes(each), *_seeds_beside_the_papers(finished)] for each in runs]
     notes = [
         f"Pretrained on {pretrained}, fine-tuned on {tuned}; {parameters:,} parameters, {seeds}.",
         training_text(run),
         _ends(finished, run.options),
-        not_as_in_the_paper([*_changes(run), *_seeds_beside_the_papers(finished)]),
+        differences_from_the_paper(runs, changes, TransferOptions(), OPEN),
     ]
     unfinished = [run.name for run in runs if not run.complete]
     if unfinished:

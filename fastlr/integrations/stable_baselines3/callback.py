@@ -32,7 +32,7 @@ from fastlr.integrations.stable_baselines3.observations import (
 )
 
 OWN, SPACE = "own", "space"
-_OF_THE_AGENT = {"x", "y", "loss", "init_state", "predictive", "weights", "logger", "alarm"}
+_OF_THE_AGENT = {"x", "y", "loss", "init_state", "predictive", "log"}
 
 
 class LocalRedundancyCallback(BaseCallback):
@@ -75,7 +75,7 @@ class LocalRedundancyCallback(BaseCallback):
 
     Attributes:
         last: the last `Reading` by "actor" and "critic".
-        monitors: the `fastlr.integrations.Monitor` of each, with its ``verdict()``.
+        monitors: the `fastlr.integrations.Monitor` of each, with its ``trend()``.
         about: by "actor" and "critic": what is measured, in words.
         seconds: spent measuring.
 
@@ -311,5 +311,3 @@ class LocalRedundancyCallback(BaseCallback):
             kept = min(bisect_right(steps, step), len(monitor.course))
             self._course_steps[name] = steps[:kept]
             monitor.course = monitor.course[:kept]
-            if monitor.compared_with is not None and monitor.compared_with[1] > kept:
-                monitor.compared_with = None

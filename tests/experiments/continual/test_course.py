@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from continual_runs import GRID, read_lines, write_grid, write_lines, write_run
 
+from fastlr.display.tables import brief
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.course import by_intervention, course_sheets
-from fastlr.experiments.continual.findings import brief
 from fastlr.experiments.continual.interventions import INTERVENTIONS
 from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import predictions

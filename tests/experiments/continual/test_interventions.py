@@ -82,7 +82,7 @@ def started(store, network=None, **settings):
             "head_reset": True,
             "measures": ("local_redundancy_next_task",),
         },
-        {"redo_every": 3, "redo_threshold": 0.95, "spectral": 0.1, "spectral_power": 1},
+        {"redo_every": 3, "redo_threshold": 0.95},
         {"redundancy_floor": 1e6, "floor_images": 3},
         {"redundancy_floor": 1e6, "floor_images": 3, "dtype": "bf16-weights"},
     ],
@@ -99,7 +99,6 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path, images, settings):
         assert set(line["interventions"]) <= {
             "continual_backprop",
             "redo",
-            "spectral",
             "replay",
             "ewc",
             "reset",

@@ -136,10 +136,7 @@ class Intervention:
         return nullcontext()
 
     def written(self) -> Iterable[Tensor]:
-        """Return the tensors other than gradients to which this intervention writes.
-
-        It writes to them in `add_gradients` and in the hooks of `watching`.
-        """
+        """Return the tensors to which the hooks of `watching` write."""
         return ()
 
     def add_gradients(self) -> None:
