@@ -2,10 +2,8 @@
 
 Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
-Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
-limit: ``make lint`` does. Limits are lowered as the code gets plainer; where features or guards
-raise one, the commit says which. The goals for tokens, 247,900 for fastlr and 263,552 for tests,
-are what commit 116e285 had, before those came.
+Without folders, the command counts those of `LIMITS` and fails if a count is over its limit.
+``make lint`` runs it. A commit that removes code lowers the limits.
 
 - A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
   statement itself or of its header (the test of an if, the iterable of a for), not those of
@@ -47,8 +45,7 @@ LAYOUT = {
     tokenize.DEDENT,
 }
 
-# The most that a folder may have of each count; those of READING.md are 0, 5.0, 0.3, 5, 0 for
-# fastlr.
+# Largest allowed count of each kind per folder.
 LIMITS: dict[str, dict[str, float]] = {
     "fastlr": {
         "wide": 0,
@@ -56,16 +53,16 @@ LIMITS: dict[str, dict[str, float]] = {
         "very_packed": 0.1,
         "branchy": 2,
         "ambiguous": 1,  # LocalRedundancyCallback, of two frameworks
-        "tokens": 297_300,
+        "tokens": 289_900,
     },
     "kernels": {"wide": 0, "packed": 0.0, "very_packed": 0.0},
-    "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0},
+    "bench": {"wide": 0, "packed": 3.6, "very_packed": 0.0, "tokens": 49_500},
     "tests": {
         "wide": 0,
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 324_000,
+        "tokens": 310_400,
     },
 }
 

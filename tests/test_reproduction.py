@@ -183,7 +183,7 @@ def test_pairing_is_worth_what_the_page_says():
 
 
 def test_readmes_conclusions_are_those_of_the_records():
-    """Of the floor and of permuted digits, test_interpreting holds the figures."""
+    """The sign of each conclusion, by the tables of the studies."""
     *_, lower, same = line("../transfer/differences: max LR - val. loss")
     assert (lower, same) == ("1/12", "0/12")
     assert "in 11 of 12 seeds" in README

@@ -103,7 +103,7 @@ def trend(readings: Sequence[Measurement]) -> Trend | None:
     if len(readings) < FEWEST or any(not 0 < reading.value < math.inf for reading in readings):
         return None
     y = np.log([reading.value for reading in readings])
-    groups = np.array_split(np.arange(len(y)), min(len(y), GROUPS))
+    groups = _groups(len(y))
     z = np.array([y[group].mean() for group in groups])
     change = float(z[-ENDS:].mean() - z[:ENDS].mean())
     of_readings = _error_of_readings(z)
@@ -137,6 +137,13 @@ and last three of 6 readings).
         )
     found = trend(readings)
     return str(found) if found else "No trend: a reading is zero or has no standard error."
+
+
+def _groups(count: int) -> list[np.ndarray]:
+    """Return the indices of each group of readings, larger and smaller groups in turn."""
+    number = min(count, GROUPS)
+    edges = np.arange(number + 1) * count // number
+    return [np.arange(start, stop) for start, stop in zip(edges, edges[1:])]
 
 
 def _error_of_readings(z: np.ndarray) -> float:
