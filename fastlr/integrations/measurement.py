@@ -398,7 +398,8 @@ class Integration:
             self.begin_anew(changed)
             return
         self.meter.load_state_dict(state)
-        self.course = [Measurement(**reading) for reading in state["course"]]
+        fields = Measurement._fields
+        self.course = [Measurement(*map(reading.get, fields)) for reading in state["course"]]
 
     def begin_anew(self, changed: Sequence[str]) -> None:
         """Drop the readings so far, with a warning that names what changed."""

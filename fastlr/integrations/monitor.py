@@ -15,6 +15,8 @@ from fastlr.integrations.measurement import Integration, Keep, Reading, rank
 from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded
 
+_STATE = ("steps", "epochs", "first", "best", "batch_size", "course")  # keys of a state
+
 
 class Monitor(Integration):
     """Measures a model every so many steps or epochs of a training loop.
@@ -158,13 +160,12 @@ class Monitor(Integration):
         Raises:
             InputError: The state is not one of a Monitor.
         """
-        try:
-            self.steps, self.epochs = state["steps"], state["epochs"]
-            self.first = dict(state["first"])
-            self.keeper.load_state_dict(state)
-            super().load_state_dict(state)
-        except KeyError as error:
-            raise InputError(f"not the state of a Monitor: {error} is missing") from None
+        if missing := [name for name in _STATE if name not in state]:
+            raise InputError(f"not the state of a Monitor: {', '.join(missing)} is missing")
+        self.steps, self.epochs = state["steps"], state["epochs"]
+        self.first = dict(state["first"])
+        self.keeper.load_state_dict(state)
+        super().load_state_dict(state)
 
     def begin_anew(self, changed: Sequence[str]) -> None:
         """Drop the readings so far, the best one as well."""
