@@ -9,8 +9,8 @@ taken as they are; more are averaged in 15 consecutive groups. Call these K numb
   of freedom.
 - h = t(0.995, nu) s sqrt(2/3) is half the 99 % confidence interval of D.
 
-Local redundancy has changed if the absolute value of D exceeds h, or if Kendall's tau of z with its
-order has p < 0.01; and if D also exceeds the 99 % error by the choice of synthetic images.
+A change must exceed the 99 % error by the choice of synthetic images. It must also exceed h, or
+Kendall's tau of z with its order must have p < 0.01 and the sign of D.
 
 Neighbouring readings are assumed independent. A fall within the first fifteenth of a long run is
 missed, and below eight readings a step is not distinguished from noise.
@@ -58,7 +58,8 @@ class Trend(NamedTuple):
     """Change of local redundancy over a training.
 
     Attributes:
-        ratio: Geometric mean of the last three readings (or groups) over that of the first three.
+        ratio: Geometric mean of the last three readings (or groups), divided by the geometric mean
+            of the first three.
         low: Lower limit of the 99 % confidence interval of the ratio.
         high: Upper limit.
         direction: 1 if local redundancy rose significantly, -1 if it fell, else 0.
@@ -136,7 +137,11 @@ and last three of 6 readings).
             f"{len(readings)}."
         )
     found = trend(readings)
-    return str(found) if found else "No trend: a reading is zero or has no standard error."
+    return (
+        str(found)
+        if found
+        else "No trend: a reading is not a positive number or has no standard error."
+    )
 
 
 def _groups(count: int) -> list[np.ndarray]:
@@ -197,10 +202,14 @@ def _student(freedom: float) -> float:
 
 
 def _short(ratio: float) -> str:
-    """Return a ratio with two or three digits."""
-    if ratio >= 10:
+    """Return a ratio with two digits or more; near 1, with two digits of its difference from 1."""
+    if ratio >= 9.995:
         return f"{ratio:,.0f}"
-    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+    if ratio < 0.1:
+        return f"{ratio:.2g}"
+    difference = abs(ratio - 1)
+    close = 1e-6 < difference < 0.02
+    return f"{ratio:.{1 - math.floor(math.log10(difference)) if close else 2}f}"
 
 
 def _number(value: Any) -> float:

@@ -399,7 +399,9 @@ class Integration:
             return
         self.meter.load_state_dict(state)
         fields = Measurement._fields
-        self.course = [Measurement(*map(reading.get, fields)) for reading in state["course"]]
+        self.course = [
+            Measurement(*map(reading.get, fields)) for reading in state.get("course", [])
+        ]
 
     def begin_anew(self, changed: Sequence[str]) -> None:
         """Drop the readings so far, with a warning that names what changed."""

@@ -130,7 +130,15 @@ def test_too_few_readings(values):
 def test_no_trend_where_a_reading_is_zero_or_has_no_error(reading):
     readings = [*measurements([1, 2, 3, 4, 5], 0.01), reading]
     assert trend(readings) is None
-    assert "zero or has no standard error" in describe(readings)
+    assert "has no standard error" in describe(readings)
+
+
+def test_a_small_change_is_printed_with_enough_digits():
+    text = describe(measurements([1.001**k for k in range(15)]))
+    assert text.startswith(
+        "Local redundancy rose to 1.012 times its first value (99 % interval 1.01"
+    )
+    assert " 1.00 " not in text
 
 
 def test_an_interval_of_many_decades():

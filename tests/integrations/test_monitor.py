@@ -99,6 +99,7 @@ def test_the_average_of_a_model_is_monitored_by_itself():
             assert meter.last.value != fastlr.estimate(model, INPUTS, N).value
 
     assert train(model, watch, each=partial(average.update_parameters, model)) == losses
+    assert len(meter.course) == 3
     assert same_bits(alone, model)
 
 

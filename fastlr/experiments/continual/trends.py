@@ -48,7 +48,9 @@ def in_a_line(name: str, runs: Sequence[ContinualRun]) -> str:
         f"{directions.count(1)}"
     )
     if len(directions) < len(runs):
-        text += f"; {len(runs) - len(directions)} without a trend, as readings are missing or zero"
+        text += (
+            f"; {len(runs) - len(directions)} without a trend: too few readings, or not all usable"
+        )
     return f"{name} ({counted(len(runs), 'run')}): {text}."
 
 
