@@ -59,7 +59,10 @@ def main() -> None:
     make_estimates(folder)
     make_reports(folder)
     estimates = (json.loads((path / "estimates.json").read_text()) for path in (FROZEN, folder))
-    differences = [*estimates_that_differ(*estimates), *tables_that_differ(FROZEN, folder)]
+    old, new = estimates
+    if old.pop("made_by") != new.pop("made_by"):
+        print("made on another machine or by another torch: bits may differ")
+    differences = [*estimates_that_differ(old, new), *tables_that_differ(FROZEN, folder)]
     print("\n".join(differences) or "no difference")
     sys.exit(bool(differences))
 
@@ -165,6 +168,10 @@ def tables_that_differ(old: Path, new: Path) -> Iterator[str]:
         for number, rows in enumerate(zip(before, now), 1):
             if not _alike(*rows):
                 yield f"{name}, row {number}: {' '.join(rows[0])}, now {' '.join(rows[1])}"
+
+    for path in sorted((new / "reports").rglob("*.csv")):
+        if not (old / path.relative_to(new)).exists():
+            yield f"{path.relative_to(new)}: only in the new folder"
 
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?")

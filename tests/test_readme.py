@@ -79,6 +79,12 @@ def test_no_figure_of_the_prose_is_held_by_nothing():
     assert re.findall(r".{9}\d.*?\b", re.sub(names, "", told)) == []
 
 
+def test_no_measure_warned_earlier_than_accuracy():
+    assert "None of the nine measures we tested warned" in TOLD
+    assert len(json.loads((RESULTS / "alarm/report.json").read_text())["measures"]) == 9
+    assert "warns earlier" not in (RESULTS / "alarm/conclusion.csv").read_text()
+
+
 def rows_of(path):
     """Return the cells of a table's rows by their first, as a list: a name may come twice."""
     with (RESULTS / path).open() as file:

@@ -4,9 +4,8 @@ The rule works on the logarithms y of the n readings after training began. Up to
 taken as they are; more are averaged in 15 consecutive groups. Call these K numbers z.
 
 - D is the mean of the last three z minus the mean of the first three.
-- s^2 = sum over k of (z[k+1] - z[k])^2 / (2 (K - 1)) estimates the variance of z from its
-  successive differences, which a trend hardly enters. It has nu = 2 (K - 1)^2 / (3 K - 4) degrees
-  of freedom.
+- s^2 = sum over k of (z[k+1] - z[k])^2 / (2 (K - 1)) estimates the variance of z. A trend hardly
+  affects successive differences. s^2 has nu = 2 (K - 1)^2 / (3 K - 4) degrees of freedom.
 - h = t(0.995, nu) s sqrt(2/3) is half the 99 % confidence interval of D.
 
 A change must exceed the 99 % error by the choice of synthetic images. It must also exceed h, or
@@ -98,8 +97,8 @@ def trend(readings: Sequence[Measurement]) -> Trend | None:
         readings: Readings in order.
 
     Returns:
-        The trend; None of fewer than six readings, or where a value is zero or has no standard
-        error.
+        The trend; None for fewer than six readings, or if one is not a positive number or has no
+        standard error.
     """
     if len(readings) < FEWEST or any(not 0 < reading.value < math.inf for reading in readings):
         return None

@@ -70,7 +70,9 @@ def test_a_missing_row_or_table_differs(tmp_path):
         (tmp_path / folder / "reports").mkdir(parents=True)
         (tmp_path / folder / "reports/a.csv").write_text(f"column\n{rows}")
     (tmp_path / "old/reports/b.csv").write_text("column\n1\n")
+    (tmp_path / "new/reports/c.csv").write_text("column\n1\n")
     assert list(frozen.tables_that_differ(tmp_path / "old", tmp_path / "new")) == [
         "reports/a.csv: 2 rows, now 1",
         "reports/b.csv: missing",
+        "reports/c.csv: only in the new folder",
     ]

@@ -73,8 +73,9 @@ def compare(old: str, new: str, folder: Path) -> list[str]:
 
 
 def git(*arguments: str) -> None:
-    """Run git in this repository."""
-    subprocess.run(["git", *arguments], cwd=ROOT, check=True)
+    """Run git in this repository; exit if it fails, as it has printed the reason."""
+    if subprocess.run(["git", *arguments], cwd=ROOT).returncode:
+        sys.exit(2)
 
 
 def make_runs(tree: Path, folder: Path) -> None:

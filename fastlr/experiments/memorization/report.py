@@ -161,7 +161,7 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
         rows += [_bits_row(run) for run in group]
         if len(group) > 1:
             mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
-            name = f"mean of {mean.n} seeds"
+            name = f"{group[0].name}: mean of {mean.n} seeds"
             rows.append((name, *[""] * 4, pm(mean.value, mean.stderr), *[""] * 3))
     kinds = {run.kind for run in runs}
     notes = [kind.definition for name, kind in KINDS.items() if name in kinds]

@@ -132,7 +132,7 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
     runs = read_memorization_runs([tmp_path / "seeds", tmp_path / "longer"])
     assert [len(group) for group in alike(runs)] == [3, 1]
     rows = bits_sheet(runs).rows
-    assert [row[0] for row in rows][3:] == ["mean of 3 seeds", "longer"]
+    assert [row[0] for row in rows][3:] == ["seeds/seed-0: mean of 3 seeds", "longer"]
     each = np.array([bits_of(40, seed) / PARAMETERS for seed in range(3)])
     assert rows[3][5] == pm(each.mean(), each.std(ddof=1) / 3**0.5)
     notes = [note for note in bits_sheet(runs).notes if "the paper has 1.0 bits" in note]
