@@ -62,7 +62,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.1,
         "very_packed": 2.3,
         "ambiguous": 0,
-        "tokens": 310_400,
+        "tokens": 307_900,
     },
 }
 

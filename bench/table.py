@@ -109,7 +109,7 @@ def markdown(record: Mapping[str, Any]) -> str:
             "model",
             "fastlr, time",
             "fastlr, memory",
-            "best correct peer, time",
+            "fastest correct alternative, time",
             "loop over samples",
             "wrong",
         ]

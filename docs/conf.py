@@ -8,6 +8,7 @@ The directives are the supported operations and the command line's help.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from importlib.metadata import version as version_of
@@ -125,8 +126,44 @@ def _math(translator, node: nodes.Element) -> None:  # noqa: ANN001
     raise nodes.SkipNode
 
 
+_DOCS = Path(__file__).parent
+_INCLUDED = {"README.md": _DOCS / "index.md", "REPRODUCTION.md": _DOCS / "reproduction.md"}
+_LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[\w-]*)?(?=\))")
+
+
+def _with_links(text: str, folder: Path, page: Path) -> str:
+    """Adapt a page's links, which lead from ``folder`` to files of the repository.
+
+    Links to pages lead to their HTML. Other files, such as records, become downloads.
+    """
+
+    def adapted(link: re.Match[str]) -> str:
+        path = (folder / link[1]).resolve()
+        if not path.is_file():
+            return link[0]
+        path = _INCLUDED.get(os.path.relpath(path, _DOCS.parent), path)
+        target = os.path.relpath(path, page.parent)
+        if _DOCS in path.parents and path.suffix == ".md":
+            return target + (link[2] or "")
+        return target if path.suffix == ".png" else f"path:{target}"
+
+    return _LINK.sub(adapted, text)
+
+
+def _source_read(app, docname: str, source: list[str]) -> None:  # noqa: ANN001, ARG001
+    page = _DOCS / docname
+    source[0] = _with_links(source[0], page.parent, page)
+
+
+def _include_read(app, path: Path, parent: str, source: list[str]) -> None:  # noqa: ANN001, ARG001
+    included = _DOCS / path
+    source[0] = _with_links(source[0], included.parent, _DOCS / parent)
+
+
 def setup(app) -> None:  # noqa: ANN001
     """Register the directives and the renderer of formulas."""
+    app.connect("source-read", _source_read)
+    app.connect("include-read", _include_read)
     app.add_html_math_renderer("mathml", (_math, None), (_math, None))
     directives.register_directive("supported-operations", SupportedOperations)
     directives.register_directive("command-help", CommandHelp)

@@ -1,8 +1,10 @@
-"""What the sources and pages cite of the paper is there: ``paper_labels.csv`` lists its parts."""
+"""Theorems, tables and figures of the paper that sources and pages cite exist.
+
+``paper_labels.csv`` lists them.
+"""
 
 import csv
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,34 +75,3 @@ def test_what_is_cited_is_in_the_paper():
 )
 def test_wrong_citations_are_found(text, errors):
     assert wrong(text) == errors
-
-
-GONE = re.compile(r"git does\s+not know|joined\s+into")  # said where a commit is cited that is gone
-
-
-def commits(path):
-    """The commits that a page cites by seven digits or more, at least one of them a letter."""
-    found = re.findall(r"(?<![\w.-])[0-9a-f]{7,12}(?![\w.-])", path.read_text())
-    return {name for name in found if re.search("[a-f]", name) and re.search(r"\d", name)}
-
-
-def known(name):
-    done = subprocess.run(
-        ["git", "cat-file", "-e", f"{name}^{{commit}}"], cwd=ROOT, capture_output=True
-    )
-    return done.returncode == 0
-
-
-def test_commits_that_git_does_not_know_are_said_to_be_gone():
-    if not known("9e375d3"):
-        pytest.skip("no git history, or not all of it")
-    pages = [ROOT / "README.md", ROOT / "REPRODUCTION.md", *ROOT.glob("docs/**/*.md")]
-    cited = {path: commits(path) for path in pages if "_build" not in path.parts}
-    assert sum(map(len, cited.values())) > 8
-    unsaid = {
-        str(path.relative_to(ROOT)): sorted(gone)
-        for path, names in cited.items()
-        if (gone := {name for name in names if not known(name)})
-        and not GONE.search(path.read_text())
-    }
-    assert unsaid == {}

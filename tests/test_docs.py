@@ -2,7 +2,6 @@
 
 import json
 import os
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -17,24 +16,50 @@ from ranks import good, run_ranks
 
 import fastlr
 from fastlr.cli.main import app, main
-from fastlr.errors import MissingExtraError
 from fastlr.ghost.rules import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
-
-FEWER = {
-    "guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,"},
-    "guides/checkpoints": {"resnet18": "squeezenet1_1", "64": "16"},
-    "guides/measure": {"resnet18": "squeezenet1_1", "=256": "=32", "64": "16"},
-    "guides/reproduce": {"epochs=2": "epochs=1 --set finetune_epochs=1 --set finetune_runs=1"},
-}
-NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
+RUN_ELSEWHERE = ("docs/extending", "README")  # test_contributions_run_as_shown, test_readme.py
 
 
 def blocks(page):
-    return fenced(DOCS / f"{page}.md")
+    return fenced(ROOT / f"{page}.md")
+
+
+def pages():
+    """Yield the pages with code, without suffix."""
+    for path in [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]:
+        page = str(path.relative_to(ROOT).with_suffix(""))
+        if "_build" not in path.parts and page not in RUN_ELSEWHERE:
+            yield page
+
+
+def has_code(page):
+    return any(language in ("python", "bash") for language, _ in blocks(page))
+
+
+FEWER = {
+    "docs/guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,"},
+    "docs/guides/checkpoints": {"resnet18": "squeezenet1_1", "64": "16"},
+    "docs/guides/cost": {"resnet18": "squeezenet1_1", "=128": "=8", "64": "32"},
+    "docs/guides/measure": {
+        "resnet18": "squeezenet1_1",
+        "=256": "=32",
+        "64": "16",
+        "--tasks 45": "--tasks 2 --set epochs=2",
+        "report run": "report run --figures none",
+    },
+    "REPRODUCTION": {"epochs=2": "epochs=1 --set finetune_epochs=1 --set finetune_runs=1"},
+}
+NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # torchrun's
+EXCERPT = re.compile(r"# (examples/\w+\.py)\n")
 
 
 @mark.filterwarnings("ignore")
@@ -61,7 +86,7 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     for kind, about in DESCRIPTIONS.items():
         assert re.sub(r"Backward\d*$", "", kind) in operations
         assert about.split(",")[0] in operations
-    page = (tmp_path / "reference" / "command-line.html").read_text()
+    page = (tmp_path / "commands.html").read_text()
     for command in ("rank", "data prepare", "continual"):
         assert f"Usage: fastlr {command} " in page
         assert f'id="fastlr-{command.replace(" ", "-")}"' in page
@@ -72,8 +97,9 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     [
         *FEWER.items(),
         *(
-            param(page, {}, marks=[mark.long] * ("gallery" in page or page in FEWER))
-            for page in GUIDES[1:]
+            param(page, {}, marks=[mark.long] * (page in FEWER))
+            for page in pages()
+            if has_code(page)
         ),
     ],
 )
@@ -81,37 +107,54 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
 def test_what_a_page_shows_runs(page, fewer, tmp_path, monkeypatch, capsys):
     """Python blocks one after another, and fastlr's commands of ``bash`` blocks between them.
 
-    Some take fewer inputs and steps than the page shows. Those of index are README's, which run
-    there.
+    Some take fewer inputs and steps than the page shows. Excerpts of examples run in
+    test_examples.py.
     """
     for guide, library in NEEDS.items():
         if page.endswith(guide):
             importorskip(library)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SB3_LOGDIR", str(tmp_path))
+    if page.endswith("several-gpus"):
+        for name, value in ALONE.items():
+            monkeypatch.setenv(name, value)
     names = {}
     ran = 0
     for language, text in blocks(page):
         for shown, less in fewer.items():
             text = text.replace(shown, less)
-        if language == "python":
+        if language == "python" and not EXCERPT.match(text):
             exec(compile(text, f"{page}.md", "exec"), names)
             ran += 1
         elif language == "bash":
             for line in text.splitlines():
-                command, *arguments = shlex.split(line)
+                command, *arguments = shlex.split(line, comments=True)
+                if command in ("pip", "git"):
+                    continue
                 assert command == "fastlr" and main(arguments) == 0, line
                 ran += 1
     assert ran >= 1
     assert not re.search(r"\bnan\b", capsys.readouterr().out)
 
 
+def test_excerpts_are_lines_of_the_examples():
+    """A Python block that begins with ``# examples/FILE`` repeats lines of that file.
+
+    White space may differ.
+    """
+    excerpts = [text for page in pages() for _, text in blocks(page) if EXCERPT.match(text)]
+    assert len(excerpts) == 4
+    for text in excerpts:
+        example = (ROOT / EXCERPT.match(text)[1]).read_text()
+        lines = EXCERPT.sub("", text, count=1)
+        assert "".join(lines.split()) in "".join(example.split()), text
+
+
 def shown_commands():
-    """The commands of ``console`` blocks of guides, and of two pages' blocks without a language."""
-    pages = [(page, "console") for page in GUIDES] + [("commands", ""), ("several-gpus", "")]
-    for page, language in pages:
+    """Yield the fastlr commands of ``console`` blocks and of blocks without a language."""
+    for page in [*pages(), "README"]:
         for kind, text in blocks(page):
-            lines = text.splitlines() if kind == language else []
+            lines = text.splitlines() if kind in ("console", "") else []
             yield from (line for line in lines if re.match("fastlr |torchrun .*-m fastlr ", line))
 
 
@@ -130,7 +173,7 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
     """Slurm starts the guide's script, and its last command, noted, then runs in this process."""
     script = next(
         text
-        for kind, text in blocks("guides/many-runs")
+        for kind, text in blocks("docs/guides/several-gpus")
         if kind == "sh" and "SLURM_ARRAY_TASK_ID" in text
     )
     (tmp_path / "seeds.sh").write_text(script)
@@ -155,44 +198,22 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
 
 
 def test_contributions_run_as_shown(tmp_path):
-    """CONTRIBUTING.md's rule, op, metric, intervention and experiment run in their own process."""
+    """The examples of extending.md run in a process of their own."""
     importorskip("triton")
-    good(run_ranks(1, run_contributions.main, ROOT / "CONTRIBUTING.md", tmp_path, backend=None))
+    good(run_ranks(1, run_contributions.main, DOCS / "extending.md", tmp_path, backend=None))
 
 
 def test_what_the_architecture_names_is_there():
-    """Files, folders and functions that architecture.md and CONTRIBUTING.md name are there.
-
-    Functions are looked for in the file that they are said to be in.
-    """
+    """Folders of the tree, and functions in the files that the page names for them."""
     text = (DOCS / "architecture.md").read_text()
-    tree = blocks("architecture")[0][1]
+    tree = blocks("docs/architecture")[0][1]
     folders = re.findall(r"^  (?:  )?(\w+)/", tree, re.MULTILINE)
     assert {
         path.name for path in (ROOT / "fastlr").iterdir() if (path / "__init__.py").exists()
     } - {"speed", "kernels"} <= {*folders}
-    for page in (text, (ROOT / "CONTRIBUTING.md").read_text()):
-        for name in re.findall(r"`((?:fastlr|kernels|tests|csrc|docs)/[\w/.]+)`", page):
-            assert (ROOT / name).exists(), name
     named = re.findall(r"`(\w+)`\s+(?:in|\()\s*`((?:fastlr|kernels)/[\w/.]+\.py)`", text)
     assert len(named) > 10
     for name, file in named:
         assert re.search(
             rf"^(?:(?:def|class) )?{name}\b", (ROOT / file).read_text(), re.MULTILINE
         ), f"{name} is not in {file}"
-
-
-def test_names_that_are_used_exist():
-    """Every ``fastlr.module.name`` of the pages, the README and the examples."""
-    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py")]
-    for name in sorted(
-        {
-            name
-            for page in pages
-            for name in re.findall(r"(?<![\w/])fastlr(?:\.\w+)+", page.read_text())
-        }
-    ):
-        try:
-            pkgutil.resolve_name(name)
-        except MissingExtraError as error:  # of a framework
-            assert name.split(".")[2] in str(error)

@@ -1,4 +1,4 @@
-"""The guide's commands that reproduce the paper run as they stand, on small data and networks."""
+"""The commands of REPRODUCTION.md run as they stand, on small data and networks."""
 
 import csv
 import re
@@ -11,7 +11,7 @@ from data_sources import pixels, save
 from fastlr.cli.main import main
 from fastlr.experiments.data.series import generated_series
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "reproduce.md"
+PAGE = Path(__file__).parents[1] / "REPRODUCTION.md"
 CONVNET = (
     "model=fastlr.models.convnet:ConvNet model_kwargs={size} device=cpu threads=1 batch_size=16 "
     "norm_batch=8"
@@ -32,8 +32,8 @@ SMALLER = {  # settings that make a run small, and nothing else
 
 
 def recipe():
-    """The commands of the guide's console blocks, those of torchrun apart."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    """The commands of the page's console blocks."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("fastlr ")]
 
 
@@ -58,7 +58,7 @@ def small(line, seeds):
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """A small ImageNet, not square, and two series, where the guide's commands look for them."""
+    """A small ImageNet, not square, and two series, where the page's commands look for them."""
     monkeypatch.chdir(tmp_path)
     for c in range(5):
         for split, count in (("train", 16), ("val", 4)):

@@ -324,7 +324,7 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             proves the model or compiles kernels, unless this is False.
 
     Returns:
-        An :class:`Estimate`, in nats for each input and unit step.
+        An :class:`Estimate`, in nats per input per unit step size.
 
     Raises:
         InputError: arguments or inputs that are wrong, named.

@@ -92,7 +92,7 @@ def redundancy_loss(
             gradients.
 
     Returns:
-        A scalar, or [B], in nats for each input and unit step: float32, or float64 where the output
+        A scalar, or [B], in nats per input per unit step size: float32, or float64 where the output
             is.
 
     Raises:

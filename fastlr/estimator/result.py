@@ -162,7 +162,7 @@ class Estimate:
         if self.audits:
             audited = f"{self.audits} audited: right"
         lines = [
-            f"local redundancy {self.value:.6g} {error}, nats for each input and unit step",
+            f"local redundancy {self.value:.6g} {error}, nats per input per unit step size",
             f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on "
             f"{self.device}{precision}",
             f"  inputs {self.inputs}, predictive {self.predictive}",

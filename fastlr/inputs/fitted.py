@@ -28,9 +28,9 @@ class GaussianInputs(Inputs):
     n inputs x_j. So it has their mean and covariance: each pixel's or time step's, those between
     channels, and the power spectrum. It lies in the span of the x_j, without being one of them.
 
-    A network's dead units are dead on its data and may answer to shapes or noise; on these inputs
-    most of them are dead, too (docs/interpreting.md, "Inputs like the data"). The x_j need no
-    labels; a few hundred serve. Fit once, keep the object, and measure on it from then on.
+    Units that are dead on the data may respond to shapes or noise. On these inputs most of them are
+    dead, too (docs/interpreting.md, "Choose inputs like the data"). The x_j need no labels; a few
+    hundred suffice. Fit once, and use the same object for all measurements.
 
     Args:
         x: some inputs as the network sees them (normalised), ``[n, ...]`` floating point, of any

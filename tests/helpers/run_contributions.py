@@ -1,4 +1,4 @@
-"""Follow CONTRIBUTING.md in a copy of the package, and run its examples on the copy.
+"""Follow docs/extending.md in a copy of the package, and run its examples on the copy.
 
 Blocks that begin with ``# in FILE`` are added to that file, those with ``# in FILE, in _OPS`` to
 the table there; the others are examples, whose runs are of two epochs a task here.

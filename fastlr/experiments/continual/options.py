@@ -95,7 +95,7 @@ class ContinualOptions(TrainingOptions):
         redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
             ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them;
             ``batch`` takes the gradient of each ``redundancy_batch`` images' mean, which the paper
-            may mean as well (docs/guides/batch-or-sample.md).
+            may mean as well (docs/guides/measure.md).
         redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
             then kept.
         measure_images: Training images of the task just learned for the measures of activations and

@@ -416,7 +416,7 @@ print(GcsClient(address=sys.argv[1]).cluster_id)
 
 @mark.long
 def test_a_worker_without_the_clusters_token_is_refused():
-    """As docs/guides/scale.md says of Ray's token authentication."""
+    """Token authentication works as docs/guides/several-gpus.md says."""
     importorskip("ray")
     without = {name: v for name, v in os.environ.items() if not name.startswith("RAY_AUTH")}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}

@@ -58,7 +58,7 @@ class RedundancyFloor(Intervention, name="redundancy_floor", source="here"):
 
     @property
     def running(self) -> float:
-        """The running mean, in nats for each input and unit step; 0 before the first step."""
+        """The running mean, in nats per input per unit step size; 0 before the first step."""
         return self.total / self.weight if self.weight else 0.0
 
     def add_gradients(self) -> None:
