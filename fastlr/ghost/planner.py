@@ -455,7 +455,7 @@ def prove_in_float64_that_samples_do_not_interact(chunk: Chunk) -> None:
 def locate_samples(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
-    The stage "Known of the graph" of docs/trust.md. Parameters where no axis explains the
+    The stage "Known from the graph" of docs/trust.md. Parameters where no axis explains the
     gradients go to the loop.
 
     Args:
