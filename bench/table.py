@@ -87,9 +87,9 @@ def why(row: Row) -> str:
 
     Examples:
         >>> why({"kind": "wrong", "reason": "3.5 times the truth (conv1.weight 15 times)"})
-        'wrong: 3.5 times the truth'
+        'wrong, 3.5 times the truth'
     """
-    return f"wrong: {row['reason'].split(' (')[0]}" if row["kind"] == "wrong" else row["kind"]
+    return f"wrong, {row['reason'].split(' (')[0]}" if row["kind"] == "wrong" else row["kind"]
 
 
 def markdown_table(*rows: Iterable[Any]) -> str:
@@ -111,7 +111,7 @@ def markdown(record: Mapping[str, Any]) -> str:
             "fastlr, memory",
             "fastest correct alternative, time",
             "loop over samples",
-            "wrong",
+            "excluded",
         ]
     ]
     for network, rows in peers(record).items():

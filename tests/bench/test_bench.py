@@ -229,7 +229,7 @@ RECORD = {
 def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys):
     assert table.markdown(RECORD).splitlines()[2] == (
         "| ResNet-18, 224x224 | **0.50** | 0.70 | 2.00 (loop over samples) | 2.00 | Opacus: "
-        "cannot run; BackPACK: wrong: 3.5 times the truth |"
+        "cannot run; BackPACK: wrong, 3.5 times the truth |"
     )
     assert "| not timed | not timed | 2.00" in table.markdown(
         {**RECORD, "benchmarks": RECORD["benchmarks"][1:]}
