@@ -41,8 +41,8 @@ def has_code(page):
 
 FEWER = {
     "docs/guides/capacity": {"steps=300": "steps=3", "steps=30,": "steps=3,"},
-    "docs/guides/checkpoints": {"resnet18": "squeezenet1_1", "64": "16"},
-    "docs/guides/cost": {"resnet18": "squeezenet1_1", "=128": "=8", "64": "32"},
+    "docs/guides/checkpoints": {"resnet18": "squeezenet1_1", "256": "16"},
+    "docs/guides/cost": {"resnet18": "squeezenet1_1", "128": "8", "64": "32"},
     "docs/guides/measure": {
         "resnet18": "squeezenet1_1",
         "=256": "=32",

@@ -34,7 +34,8 @@ SMALLER = {  # settings that make a run small, and nothing else
 def recipe():
     """The commands of the page's console blocks."""
     blocks = re.findall(r"^```console\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("fastlr ")]
+    lines = [line.partition("#")[0].rstrip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("fastlr ")]
 
 
 def small(line, seeds):

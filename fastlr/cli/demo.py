@@ -154,9 +154,9 @@ def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:
         "[bold]Can a network still learn? Task after task it gets the same images with new random "
         "labels."
     )
-    say.print("Accuracy says how many it learned; local redundancy is measured without them.")
+    say.print("Accuracy is the share of labels that it learned. Local redundancy needs no labels.")
     if queue.is_many(path):
-        say.print(f"{path} is there: going on with it (remove it to begin anew)", soft_wrap=True)
+        say.print(f"Resuming {path}. Delete the folder to start again.", soft_wrap=True)
     say.print()
 
 

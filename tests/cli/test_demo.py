@@ -95,10 +95,10 @@ def test_what_the_sentences_say_follows_the_numbers(shown):
         assert says in demo.findings(plain, helped)[0]
 
 
-def test_a_demo_that_is_there_is_gone_on_with(shown, tmp_path):
+def test_a_demo_resumes(shown, tmp_path):
     shutil.copytree(shown[0], tmp_path, dirs_exist_ok=True)
     _, text = carry_out(tmp_path, tasks=7)
-    assert "is there: going on with it" in " ".join(text.split())
+    assert "Resuming" in text
     assert len(read_run(tmp_path / "runs" / "as-it-is")) == 7
     with refused("epochs cannot change"):
         carry_out(tmp_path, epochs=2)
