@@ -65,7 +65,7 @@ def main() -> None:
     ids = torch.tensor([LETTERS.index(letter) for letter in TEXT], device=device)
 
     inputs = fastlr.TokenInputs(len(LETTERS), LENGTH)
-    # The first line.
+    # First addition: on every rank.
     monitor = Monitor(model, inputs, 64, every_n_steps=5, predictive=fastlr.Categorical(dim=2))
     monitor.measure()
     torch.manual_seed(1 + dist.get_rank())  # other batches on every rank
@@ -76,7 +76,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (reading := monitor.step()) and dist.get_rank() == 0:  # the second: on every rank
+        if (reading := monitor.step()) and dist.get_rank() == 0:  # second addition: on every rank
             lr = reading.estimate
             print(
                 f"step {step}: loss {loss:.2f}, local redundancy {lr.value:.4g} +- {lr.stderr:.2g}"

@@ -29,8 +29,8 @@ class GaussianInputs(Inputs):
     channels, and the power spectrum. It lies in the span of the x_j, without being one of them.
 
     Units that are dead on the data may respond to shapes or noise. On these inputs most of them are
-    dead, too (docs/interpreting.md, "Choose inputs like the data"). The x_j need no labels; a few
-    hundred suffice. Fit once, and use the same object for all measurements.
+    dead, too (docs/interpreting.md, "Choose inputs that resemble the data"). The x_j need no
+    labels; a few hundred suffice. Fit once, and use the same object for all measurements.
 
     Args:
         x: some inputs as the network sees them (normalised), ``[n, ...]`` floating point, of any
