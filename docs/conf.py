@@ -131,8 +131,8 @@ _INCLUDED = {"README.md": _DOCS / "index.md", "REPRODUCTION.md": _DOCS / "reprod
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[\w-]*)?(?=\))")
 
 
-def _with_links(text: str, folder: Path, page: Path) -> str:
-    """Adapt a page's links, which lead from ``folder`` to files of the repository.
+def _with_links(text: str, folder: Path, page_folder: Path) -> str:
+    """Adapt the links of a text in ``folder`` that is shown on a page in ``page_folder``.
 
     Links to pages lead to their HTML. Other files, such as records, become downloads.
     """
@@ -142,7 +142,7 @@ def _with_links(text: str, folder: Path, page: Path) -> str:
         if not path.is_file():
             return link[0]
         path = _INCLUDED.get(os.path.relpath(path, _DOCS.parent), path)
-        target = os.path.relpath(path, page.parent)
+        target = os.path.relpath(path, page_folder)
         if _DOCS in path.parents and path.suffix == ".md":
             return target + (link[2] or "")
         return target if path.suffix == ".png" else f"path:{target}"
@@ -151,13 +151,12 @@ def _with_links(text: str, folder: Path, page: Path) -> str:
 
 
 def _source_read(app, docname: str, source: list[str]) -> None:  # noqa: ANN001, ARG001
-    page = _DOCS / docname
-    source[0] = _with_links(source[0], page.parent, page)
+    folder = (_DOCS / docname).parent
+    source[0] = _with_links(source[0], folder, folder)
 
 
 def _include_read(app, path: Path, parent: str, source: list[str]) -> None:  # noqa: ANN001, ARG001
-    included = _DOCS / path
-    source[0] = _with_links(source[0], included.parent, _DOCS / parent)
+    source[0] = _with_links(source[0], (_DOCS / path).parent, (_DOCS / parent).parent)
 
 
 def setup(app) -> None:  # noqa: ANN001

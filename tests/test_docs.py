@@ -10,7 +10,7 @@ from pathlib import Path
 
 import run_contributions
 import typer
-from page import fenced
+from page import fenced, markdown_pages
 from pytest import importorskip, mark, param
 from ranks import good, run_ranks
 
@@ -28,11 +28,9 @@ def blocks(page):
 
 
 def pages():
-    """Yield the pages with code, without suffix."""
-    for path in [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]:
-        page = str(path.relative_to(ROOT).with_suffix(""))
-        if "_build" not in path.parts and page not in RUN_ELSEWHERE:
-            yield page
+    """Return the pages whose code runs here, without suffix."""
+    names = [str(path.relative_to(ROOT).with_suffix("")) for path in markdown_pages()]
+    return [name for name in names if name not in RUN_ELSEWHERE]
 
 
 def has_code(page):
@@ -53,12 +51,8 @@ FEWER = {
     "REPRODUCTION": {"epochs=2": "epochs=1 --set finetune_epochs=1 --set finetune_runs=1"},
 }
 NEEDS = {"language-models": "transformers", "reinforcement-learning": "stable_baselines3"}
-ALONE = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}  # torchrun's
+# What torchrun sets for a single process.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 EXCERPT = re.compile(r"# (examples/\w+\.py)\n")
 
 

@@ -11,20 +11,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from page import markdown_pages
 
 from fastlr.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[1]
-TOP = sorted(ROOT.glob("*.md"))
-DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if "_build" not in path.parts]
+PAGES = markdown_pages()
 RECORDS = sorted(ROOT.glob("bench/results/**/*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 MOST_BYTES = 140_000  # of the pages at the top and in docs/
 
-parametrized = pytest.mark.parametrize(
-    "page", [*TOP, *DOCS], ids=lambda page: str(page.relative_to(ROOT))
-)
+parametrized = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def prose(page):
@@ -55,7 +53,7 @@ def broken_links(page):
 def test_links_lead_somewhere():
     if not RECORDS:
         pytest.skip("a source distribution has no records")
-    broken = {page: broken_links(page) for page in (*TOP, *DOCS, *RECORDS)}
+    broken = {page: broken_links(page) for page in (*PAGES, *RECORDS)}
     assert {str(page): links for page, links in broken.items() if links} == {}
 
 
@@ -80,7 +78,6 @@ def test_files_of_the_repository_exist(page):
 def test_targets_and_modules_exist(page):
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    targets |= {"test", "test-long"}
     assert {*re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)} <= targets
     assert {*re.findall(r"`make ([a-z-]+)", text)} <= targets
     for module in re.findall(r"python -m (bench[\w.]*|tests[\w.]*)", text):
@@ -88,7 +85,7 @@ def test_targets_and_modules_exist(page):
 
 
 @pytest.mark.parametrize(
-    "page", [*TOP, *DOCS, *sorted(ROOT.glob("examples/*.py"))], ids=lambda page: page.name
+    "page", [*PAGES, *sorted(ROOT.glob("examples/*.py"))], ids=lambda page: page.name
 )
 def test_names_of_fastlr_exist(page):
     """Every ``fastlr.module.name``, without the pages' code, which runs."""
@@ -110,11 +107,11 @@ def test_commits_exist():
     """Names of 7 hexadecimal digits, with a letter and a digit."""
     if not commit_exists("9e375d3"):
         pytest.skip("no git history, or not all of it")
-    text = "\n".join(page.read_text() for page in (*TOP, *DOCS, *RECORDS))
+    text = "\n".join(page.read_text() for page in (*PAGES, *RECORDS))
     named = set(re.findall(r"(?<![\w.-])(?=\w*[a-f])(?=\w*\d)[0-9a-f]{7}(?![\w.-])", text))
     assert len(named) > 8
     assert {name for name in named if not commit_exists(name)} == set()
 
 
 def test_pages_stay_small():
-    assert sum(page.stat().st_size for page in (*TOP, *DOCS)) <= MOST_BYTES
+    assert sum(page.stat().st_size for page in PAGES) <= MOST_BYTES

@@ -2,6 +2,9 @@
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 class Page(HTMLParser):
@@ -41,6 +44,12 @@ class Page(HTMLParser):
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
+
+
+def markdown_pages():
+    """Return the .md files at the top and in docs/."""
+    docs = [path for path in sorted(ROOT.glob("docs/**/*.md")) if "_build" not in path.parts]
+    return [*sorted(ROOT.glob("*.md")), *docs]
 
 
 def fenced(path):
