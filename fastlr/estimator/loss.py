@@ -21,11 +21,11 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import dense, walk
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
-from fastlr.ghost.parameter_writes import written_parameters
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.writes import written_parameters
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
@@ -126,13 +126,12 @@ def redundancy_loss(
     _refuse_scripts(view.module)
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
-    buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device), uncompiled():
         shapes, found = refuse_interaction(view, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
-            own = buffers | _copies_of_written(view)
+            own = dict(view.module.named_buffers()) | _copies_of_written(view)
             z = select_output(call_with(view.module, own, copied(x)), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive

@@ -11,20 +11,20 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastlr.distributed import on_demand
+from fastlr.ghost.writes import own_hooks
 from fastlr.ops.torch_private import saved_tensors_are_hooked
 
 
 def is_checkpointed() -> bool:
     """Return True within a checkpointed part."""
-    return saved_tensors_are_hooked(besides=on_demand.hooks())
+    return saved_tensors_are_hooked(besides=own_hooks())
 
 
 def before_checkpoints() -> AbstractContextManager:
     """Have autograd save tensors within this context as it does before a checkpointed part."""
     if not is_checkpointed():
         return nullcontext()
-    pack, unpack = on_demand.hooks() or (_unchanged, _unchanged)
+    pack, unpack = own_hooks() or (_unchanged, _unchanged)
     return saved_tensors_hooks(pack, unpack)
 
 

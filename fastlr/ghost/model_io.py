@@ -17,9 +17,8 @@ from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
-from fastlr.ghost.parameter_writes import parameters_watched
-from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
+from fastlr.ghost.writes import copied_if_written, forward_pass
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
@@ -283,7 +282,7 @@ def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
         dtype: of plain floating-point tensors among the modules' attributes meanwhile.
     """
     args, kwargs = _arguments(x)
-    with parameters_watched(model), attributes_kept(model, dtype=dtype), uncompiled():
+    with forward_pass(model, dtype=dtype), uncompiled():
         return model(*args, **kwargs)
 
 
@@ -295,18 +294,15 @@ def call_with(
     dtype: torch.dtype | None = None,
     within: AbstractContextManager[Any] | None = None,
 ) -> Any:
-    """Make a `call` with other parameters and buffers, wherever the model holds them.
+    """Make a `call` with other parameters and copies of other buffers, wherever the model has them.
 
     ``within``: a context in which the call runs, and nothing else.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this
     call, not the model's.
     """
-    held = {
-        id(t): tensors[n]
-        for n, t in (*model.named_parameters(), *model.named_buffers())
-        if n in tensors
-    }
+    held = {id(p): tensors[n] for n, p in model.named_parameters() if n in tensors}
+    held |= {id(b): copied_if_written(tensors[n]) for n, b in model.named_buffers() if n in tensors}
     places = {
         f"{prefix}.{key}" if prefix else key: held[id(tensor)]
         for prefix, module in model.named_modules()
@@ -314,7 +310,8 @@ def call_with(
         for key, tensor in entries.items()
         if tensor is not None and id(tensor) in held
     }
-    with attributes_kept(model, dtype=dtype), uncompiled(), within or nullcontext():
+    passing = forward_pass(model, dtype=dtype, watched=False)
+    with passing, uncompiled(), within or nullcontext():
         return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 

@@ -42,7 +42,6 @@ from fastlr.ops.torch_private import (
 
 # Nn.Module's own entries.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
-_PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _NORM_FORWARDS = frozenset((BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward))
@@ -231,17 +230,3 @@ def _program(hook: Any) -> int:
 
 # -- numbers that modules hold
 # -----------------------------------------------------------------------------------------
-
-
-def own_attributes(module: nn.Module) -> bytes:
-    """Of one module: a hash of the attributes that are plain values."""
-    plain = [(name, value) for name, value in vars(module).items() if is_plain(value)]
-    return token_hash(tuple(Reader().named(plain)))
-
-
-def is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a tuple of such, or of a subclass."""
-    kind = type(value)
-    if issubclass(kind, tuple):
-        return all(map(is_plain, tuple.__iter__(value)))
-    return issubclass(kind, _PLAIN)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
-from fastlr.ghost.state import BufferKeeper, TrainFlags, put_back
+from fastlr.ghost.state import train_flags_kept
+from fastlr.ghost.writes import unchanged
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes, total_bytes
@@ -47,13 +48,11 @@ _SHARE = 0.4
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model into eval mode with gradients on, and restore its state afterwards.
 
-    Flags, buffers and random states are then as before.
+    Flags, buffers, attributes and random states are then as before.
     """
     modules = list(model.modules())
-    # Flags first: buffers and the attributes of their module belong together.
-    parts = TrainFlags(modules), BufferKeeper().keep(modules, with_attributes=True)
     with (
-        put_back(*parts),
+        train_flags_kept(modules),
         torch.inference_mode(False),
         torch.enable_grad(),
         quiet_rng(device),
@@ -61,7 +60,8 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     ):
         for module in modules:
             module.training = False
-        yield
+        with unchanged(model):
+            yield
 
 
 @contextmanager

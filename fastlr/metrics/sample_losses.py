@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -22,10 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import FAILURES, sample_count
-from fastlr.ghost.state import BufferKeeper, put_back
 from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
+from fastlr.ghost.writes import unchanged
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import (
     hooks_of_all_modules,
@@ -98,11 +98,10 @@ class SampleLosses:
 
     def __init__(self, loss: Loss, out_dim: int) -> None:
         self.given, self.losses, self.out_dim = loss, _unreduced(loss), out_dim
-        self.modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
 
     def state_kept(self) -> AbstractContextManager[Any]:
-        """Put back the buffers that a loss with a state writes to, after its backward pass."""
-        return put_back(BufferKeeper().keep(self.modules, with_attributes=True))
+        """Put back the state of a loss that is a module, after its backward pass."""
+        return unchanged(self.given) if isinstance(self.given, nn.Module) else nullcontext()
 
     def gradient(self, z: Tensor, y: Any, *, whole: bool = True) -> Tensor:
         """Return the gradient of the losses' sum at the output z, in float32 at least.

@@ -15,7 +15,7 @@ from single_samples import Written
 from torch import nn
 
 import fastlr
-from fastlr.ghost.program import fingerprint, hook_programs, own_attributes
+from fastlr.ghost.program import fingerprint, hook_programs
 
 pytestmark = mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -105,7 +105,6 @@ def test_a_program_with_it_is_read(name):
         held = odd.ODD[name]()
         place(net, held)
         assert fingerprint(net) == fingerprint(net), place.__name__
-        assert own_attributes(net) == own_attributes(net), place.__name__
         hook_programs(net)
 
 

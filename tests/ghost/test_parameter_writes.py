@@ -4,7 +4,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from expected import refused, warned
+from expected import refused
 from pytest import fixture, mark, raises
 from single_samples import Written, truth
 from torch import nn
@@ -13,7 +13,7 @@ from untouched import untouched
 
 import fastlr
 from fastlr.errors import RandomForwardError
-from fastlr.ghost.parameter_writes import written_parameters
+from fastlr.ghost.writes import written_parameters
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -161,7 +161,7 @@ def test_what_is_written_in_train_mode_alone():
                 MEASURES["norms"](model, x)
 
 
-def test_what_begins_to_be_written_unseen_is_told():
+def test_what_begins_to_be_written_late_is_refused_once():
     def late(net, x):
         return shortening(net, x) if net.late else F.gelu(net.layer(x))
 
@@ -169,7 +169,7 @@ def test_what_begins_to_be_written_unseen_is_told():
     model.late = False
     MEASURES["norms"](model, x)
     model.late = True
-    with warned("written to layer.weight"):
+    with refused("written to layer.weight", fastlr.ModelError):
         MEASURES["norms"](model, x)
     with torch.no_grad():
         model.layer.weight.mul_(7)

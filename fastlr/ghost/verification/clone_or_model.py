@@ -32,7 +32,7 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import walk
 from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.program import fingerprint
-from fastlr.ghost.state import attributes_kept, caches_are_emptied
+from fastlr.ghost.state import emptied_caches
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import DispatchMode, hooks_of_all_modules, tree_leaves
 
@@ -102,7 +102,7 @@ class CloneOrModel:
     def _may_have_clone(self) -> bool:
         """Return False where a clone would not be what the model is, as where it is compiled."""
         on_demand = not self.view.parameters_in_memory
-        if on_demand or caches_are_emptied() or any(hooks_of_all_modules()):
+        if on_demand or emptied_caches() or any(hooks_of_all_modules()):
             return False
         try:
             return all(map(_is_plain, all_modules(self.model)))
@@ -140,10 +140,8 @@ class CloneOrModel:
         """Run the clone with these tensors; ReadsModel if a call reads the model's own."""
         calls = _Calls(self._own.ids)
         try:
-            with attributes_kept(self.model):
-                result = call_with(
-                    self.running, tensors, x, dtype=dtype, within=_both(within, calls)
-                )
+            both = _both(within, calls)
+            result = call_with(self.running, tensors, x, dtype=dtype, within=both)
         except FoldRefuted:
             raise
         except Exception as error:
@@ -168,8 +166,7 @@ class CloneOrModel:
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         outputs, graphs = [], []
         for module in (self.model, self.running):
-            with attributes_kept(self.model):
-                z = select_output(call(module, copied(self.x)), self.view.output)
+            z = select_output(call(module, copied(self.x)), self.view.output)
             graph = walk(z, parameters)
             outputs.append(z.detach())
             graphs.append((graph.signature(), [id(graph.nodes[i].variable) for i in graph.others]))

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastlr.errors import InputError, few, warn
 from fastlr.files import read_tensors, save_file
-from fastlr.ghost.state import TrainFlags, put_back
+from fastlr.ghost.state import train_flags_kept
 from fastlr.inputs import TensorInputs
 from fastlr.integrations.measurement import Reading
 from fastlr.integrations.monitor import Monitor
@@ -208,7 +208,7 @@ class LocalRedundancyCallback(BaseCallback):
         readings = {}
         models = [self.model.policy, *(part.module for part in self.parts.values())]
         modules = [module for model in models for module in model.modules()]
-        with put_back(TrainFlags(modules)):
+        with train_flags_kept(modules):
             for module in modules:  # as SB3 has a policy that acts
                 module.training = False
             for name in self.parts:
