@@ -101,7 +101,7 @@ def experiment_command(
         ] = False,
         **named: Any,
     ) -> None:
-        from fastlr.distributed.process_group import joined
+        from fastlr.distributed.sharding import joined
         from fastlr.experiments.runs.experiment import find_driver
         from fastlr.experiments.runs.queue import Queue, is_many
 

@@ -2,9 +2,8 @@
 
 Every wait has a time limit, and all ranks share errors.
 
-The store is that of torch.distributed (a small key-value server), so this needs no GPU, no NCCL and
-no collective that could hang. It is for control and for small results: every rank reads what every
-other rank has written.
+The store is that of torch.distributed (a small key-value server): this needs no GPU, no NCCL and no
+collective that could hang. Messages are small, as every rank reads those of all.
 """
 
 from __future__ import annotations
@@ -82,22 +81,19 @@ class Board:
             if self.store.check(["failed"]):
                 raise rebuilt(json.loads(self.store.get("failed")))
             waited = time.monotonic() - start
-            if (
-                self.store.check(["left"])
-                or waited > self.timeout
-                or (waited > PATIENCE and not warned)
-            ):
+            late, slow = waited > self.timeout, waited > PATIENCE and not warned
+            if late or slow or self.store.check(["left"]):
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 gone = [rank for rank in missing if self.store.check([f"left/{rank}"])]
                 if gone:
                     raise DistributedError(
                         f"{_ranks(gone)} left before the others were done: {self.what}"
                     )
-                if missing and waited > self.timeout:
+                if missing and late:
                     raise DistributedError(
                         f"{_ranks(missing)} did not arrive within {self.timeout:g} s: {self.what}"
                     )
-                if missing and waited > PATIENCE and not warned:
+                if missing and slow:
                     warned = True
                     text = (
                         f"waiting for {_ranks(missing)}, for {self.timeout:g} s at most: "

@@ -5,9 +5,11 @@ Each rank measures some of the inputs, and all of them get the same result.
 
 from __future__ import annotations
 
+import io
 import os
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,13 +20,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlr.distributed.messaging import Board, check_timeout
-from fastlr.errors import DistributedError, FastlrError, InputError, one_line
+from fastlr.errors import DistributedError, FastlrError, FastlrWarning, InputError, one_line
 from fastlr.ops.torch_private import group_store
 
-ESTIMATE_TIMEOUT = 600.0
+ESTIMATE_TIMEOUT, RUN_TIMEOUT = 600.0, 1800.0
+_PIECE = 4 << 20  # bytes of a message; the store takes 8 MiB
 _ONE_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -50,22 +53,39 @@ class Team:
         """Messages of all ranks, in their order; what JSON can hold."""
         return [message] if self.board is None else self.board.share(message)
 
-    def agree(self, what: str, message: dict[str, Any], remedy: str) -> None:
-        """Raise InputError, the same on all ranks, unless they all give the same message.
+    def broadcast(self, content: Any) -> Any:
+        """Return on every rank what rank 0 gives, with its tensors on the CPU.
 
-        The error names the first difference.
+        It may be what `torch.load` reads with ``weights_only``.
         """
-        everyone = self.share(message)
-        for rank, other in enumerate(everyone):
-            for name in dict.fromkeys([*everyone[0], *other]):
-                here, there = everyone[0].get(name), other.get(name)
+        if self.board is None:
+            return content
+        buffer = io.BytesIO()
+        if self.rank == 0:
+            torch.save(content, buffer)
+        written = buffer.getvalue()
+        starts = range(0, self.share(len(written))[0], _PIECE)
+        pieces = [self.board.share_bytes(written[at : at + _PIECE])[0] for at in starts]
+        return torch.load(io.BytesIO(b"".join(pieces)), weights_only=True, map_location="cpu")
+
+    def agree(
+        self, what: str, message: dict[str, Any], remedy: str, digests: Mapping[str, Any] = {}
+    ) -> None:
+        """Raise InputError, the same on all ranks, unless they all give the same.
+
+        The error names the first difference, and shows values of the message but no digests.
+        """
+        first, *others = self.share({**message, **digests})
+        for rank, other in enumerate(others, 1):
+            for name in {**first, **other}:
+                here, there = first.get(name), other.get(name)
                 if here != there:
-                    values = f"{_short(here)} and {_short(there)}"
-                    text = f"ranks 0 and {rank} differ in {what}: {name} is {values}; {remedy}"
+                    values = "" if name in digests else f" is {here!r} and {there!r}"
+                    text = f"ranks 0 and {rank} differ in {what}: {name}{values}; {remedy}"
                     raise self.everybodys(InputError(text))
 
     def everybodys(self, error: FastlrError) -> FastlrError:
-        """An error that all ranks find by themselves, from what they share: nobody need be told."""
+        """Return an error that all ranks find by themselves, from what they share."""
         if self.board is not None:
             self.board.failure, error.told_by = error, 0
         return error
@@ -120,17 +140,11 @@ class Team:
         """Tell the others of an error inside; all ranks then raise that of the first to fail."""
         try:
             yield
-        except Exception as error:
-            if self.board is None:
-                raise
-            shared = self.board.fail(error)
-            if shared is error:
+        except BaseException as error:
+            shared = error if self.board is None else self.board.fail(error)
+            if shared is error or not isinstance(error, Exception):
                 raise
             raise shared from error
-        except BaseException as error:
-            if self.board is not None:
-                self.board.fail(error)
-            raise
 
 
 ALONE = Team()
@@ -150,27 +164,25 @@ def sharded(
 ) -> Iterator[Team]:
     """Let the ranks of a group share the estimates inside this context.
 
-    These are those of ``fastlr.estimate`` and ``LocalRedundancy.measure``.
-
-    Every rank enters, with the same model, inputs and arguments (checked); each measures a share of
-    the inputs, and all of them return the same `Estimate` but for ``seconds`` and ``device``. The
-    values are gathered in the order of the inputs, so they do not depend on the number of ranks
-    beyond rounding, and with the same ``batch_size`` they are those of one process bit for bit.
-    ``progress`` is reported on rank 0. Outside, an estimate is this process's alone, also where
+    Every rank enters and calls ``fastlr.estimate`` or ``LocalRedundancy.measure`` with the same
+    weights, inputs and arguments (checked). Each measures a share of the inputs, with the buffers
+    of rank 0, and all return the same `Estimate` but for ``seconds`` and ``device``. Its values are
+    those of rank 0 alone, bit for bit with the same ``batch_size``, otherwise up to rounding.
+    ``progress`` is reported on rank 0. Outside, a process measures alone, also where
     torch.distributed is in use: measuring on rank 0 only is safe.
 
     An error on one rank is raised on all of them. A rank that ends, leaves or does not come is an
     error on the others.
 
     Args:
-        group: whose ranks share; default: all.
-        timeout: seconds for which a rank waits for the others: longer than a chunk of inputs and
+        group: Process group of the ranks; by default all.
+        timeout: Seconds for which a rank waits for the others: longer than a chunk of inputs and
             the first call's proof take.
 
     Raises:
         InputError: torch.distributed is not initialised, the group is not this rank's, it is
-            entered twice, or the ranks' arguments differ.
-        DistributedError: a rank failed, ended, left, or did not come in time.
+            entered twice, or the ranks' arguments or weights differ.
+        DistributedError: A rank failed, ended, left, or did not come in time.
 
     Example::
 
@@ -196,7 +208,7 @@ def apart() -> Iterator[Team]:
 
     All ranks raise its error, and can catch it and go on.
 
-    It has messages of its own, as those of a team end with an error. One process alone needs none.
+    It has messages of its own, as those of a team end with an error.
     """
     outer = team()
     if outer.board is None:
@@ -248,7 +260,7 @@ def torchrun_board(prefix: str, verb: str, timeout: float) -> Iterator[Board]:
 
 
 @contextmanager
-def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+def launched() -> Iterator[Team]:
     """Share estimates, as `sharded` does, between the ranks that torchrun has started.
 
     For a command; a process that torchrun has not started works alone.
@@ -256,10 +268,54 @@ def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
     if not by_torchrun():
         yield ALONE
         return
-    with torchrun_board("launched", "measure", timeout) as board:
+    with torchrun_board("launched", "measure", ESTIMATE_TIMEOUT) as board:
         pass
     with _shared(board) as members:
         yield members
+
+
+@contextmanager
+def joined() -> Iterator[Team]:
+    """Join the processes of torchrun in a process group, for work that exchanges tensors.
+
+    A process that torchrun did not start works alone.
+
+    Inside, `team` is all of them. Each has a GPU of its own where there are enough: NCCL then
+    exchanges what lies there, and gloo the rest. Rank 0 prints the warnings of fastlr. An error on
+    one rank is raised on all that wait for it; torchrun ends the others.
+
+    Raises:
+        DistributedError: The processes cannot be joined, or one of them failed.
+    """
+    if team() is not ALONE or not by_torchrun():
+        yield team()
+        return
+    with torchrun_board("join", "work", RUN_TIMEOUT) as board:
+        gpus = board.share(_take_gpu())
+        backend = (
+            "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == board.size else "gloo"
+        )
+        store, limit = dist.PrefixStore("group", board.store), timedelta(seconds=RUN_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=board.rank, world_size=board.size, timeout=limit
+        )
+    with warnings.catch_warnings():
+        if dist.get_rank() > 0:
+            warnings.simplefilter("ignore", FastlrWarning)
+        with sharded(timeout=RUN_TIMEOUT) as members:
+            yield members
+    # Not after an error: it would wait for exchanges that do not come; the process ends.
+    dist.destroy_process_group()
+
+
+def _take_gpu() -> str | None:
+    """Make the GPU of this process current and return its name; None if it sees none."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device(local_device("cuda") or "cuda")
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def local_device(name: str | None) -> str | None:
@@ -303,18 +359,9 @@ def checked_group(group: Any) -> Any:
     return group
 
 
-def bit_sums_of_model(model: nn.Module) -> dict[str, list[Any]]:
-    """Return the shape, dtype and sums of the bits of every parameter and buffer by name.
-
-    Other values give other sums.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    pairs_on: dict[torch.device, list[Tensor]] = {}
-    for _, t in named:
-        pairs_on.setdefault(t.device, []).append(bit_sums(t.detach()))
-    # One wait for each device.
-    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()}
-    return {name: [list(t.shape), str(t.dtype), *next(sums[t.device])] for name, t in named}
+def digests_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
+    """Return two sums over the bits of each tensor, by "values of" its name."""
+    return {f"values of {name}": bit_sums(t.detach()).tolist() for name, t in named}
 
 
 def bit_sums(t: Tensor) -> Tensor:
@@ -326,12 +373,5 @@ def bit_sums(t: Tensor) -> Tensor:
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     flat = t.contiguous().flatten()
-    bits = flat.view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    )
+    bits = flat.view(getattr(torch, f"int{8 * flat.element_size()}"))
     return torch.stack([bits.sum(dtype=torch.int64), bits[::3].sum(dtype=torch.int64)])
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

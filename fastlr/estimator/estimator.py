@@ -20,7 +20,7 @@ from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.identity import of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
-from fastlr.estimator.ranks import agree, holds_on_all, merged
+from fastlr.estimator.ranks import agree, buffers_of_rank_0, holds_on_all, merged
 from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import (
     Moments,
@@ -140,6 +140,7 @@ class LocalRedundancy:
             locked(self.model),
             full_params(self.model) as members,
             members.guard(),
+            buffers_of_rank_0(members, self.view.module),
             as_it_was(self.model, self.view.device),
             uncompiled(),
         ):

@@ -5,14 +5,16 @@ They measure the same, change together what runs, and merge what they have measu
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from fastlr import ops
-from fastlr.distributed.sharding import Team, bit_sums_of_model
+from fastlr.distributed.sharding import Team, digests_of
 from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.options import EstimateOptions
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.model_io import unwrap
 from fastlr.ghost.runtime import describe
 
 _COMPARED = (
@@ -28,15 +30,41 @@ _COMPARED = (
 
 
 def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
-    """Raise InputError unless all ranks measure the same."""
+    """Raise InputError unless all ranks have the same arguments."""
     arguments = {name: getattr(options, name) for name in _COMPARED}
-    arguments |= {"dtype": str(options.dtype), "inputs": inputs_digest}
+    arguments["dtype"] = str(options.dtype)
     arguments["predictive"] = None if options.predictive is None else describe(options.predictive)
-    members.agree("what they measure", arguments, "pass the same arguments on every rank")
-    values = bit_sums_of_model(unwrap(options.model))
-    members.agree(
-        "the model", values, "load the same weights and buffers on every rank, or broadcast them"
-    )
+    remedy, inputs = "pass the same arguments on every rank", {"inputs": inputs_digest}
+    members.agree("what they measure", arguments, remedy, inputs)
+
+
+@contextmanager
+def buffers_of_rank_0(members: Team, model: nn.Module) -> Iterator[None]:
+    """Give all ranks the buffers of rank 0 inside, as DistributedDataParallel does.
+
+    Own values are put back in place: addresses and autograd versions stay.
+
+    Raises:
+        InputError: The ranks differ in parameters, or in shapes or dtypes of buffers.
+    """
+    if members.size == 1:
+        yield
+        return
+    buffers = sorted(model.named_buffers())
+    named = [*model.named_parameters(), *buffers]
+    shapes = {name: f"{t.dtype} {list(t.shape)}" for name, t in named}
+    remedy = "load the same weights on every rank, or broadcast them"
+    members.agree("the model", shapes, remedy, digests_of(model.named_parameters()))
+    sums = zip(*(each.values() for each in members.share(digests_of(buffers))))
+    differ = [b for (_, b), given in zip(buffers, sums) if given.count(given[0]) < len(given)]
+    own = [b.detach().clone() for b in differ]
+    try:
+        for b, values in zip(differ, members.broadcast(own) if differ else own):
+            b.data.copy_(values)
+        yield
+    finally:
+        for b, values in zip(differ, own):
+            b.data.copy_(values)
 
 
 def holds_on_all(
@@ -44,7 +72,7 @@ def holds_on_all(
 ) -> bool:
     """Return True if the measurement holds for all ranks.
 
-    Otherwise all ranks change together what runs, and are to measure anew.
+    Otherwise all ranks change together what runs, to measure again.
 
     Args:
         members: the ranks.

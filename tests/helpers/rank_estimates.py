@@ -5,13 +5,13 @@ import signal
 import sys
 import time
 import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from ranks import error_of, timed_error
 from single_samples import Written
 from torch import nn
+from untouched import untouched
 
 import fastlr
 from fastlr.distributed import messaging as board
@@ -78,7 +78,7 @@ def estimates(rank):
     found = {}
     for name, options in CASES.items():
         seen = []
-        model = mlp().train()
+        model = mlp()
         got = shared(
             model, Drawn(), seed=3, progress=lambda *at, seen=seen: seen.append(at), **options
         )
@@ -101,19 +101,22 @@ def estimates(rank):
 
 
 def failing(rank, who, where):
-    """One rank fails; what each rank raises, and after how many seconds."""
+    """One rank fails; what each raises, and after how many seconds. Each has its own buffers."""
     errors = {
         "model error": ModelError("the forward pass fails"),
         "other error": KeyError("absent"),
     }
 
+    model = Failing(errors.get(where))
+    model.net[1].running_mean += rank
+
     def work():
-        with sharded(timeout=60):
+        with untouched(model), sharded(timeout=60):
             if where == "arguments" and rank == who:
                 raise ValueError("no arguments")
             if where == "exits" and rank == who:
                 sys.exit(3)
-            fastlr.estimate(Failing(errors.get(where)), Drawn(), 60, batch_size=3)
+            fastlr.estimate(model, Drawn(), 60, batch_size=3)
             if where == "after" and rank == who:
                 raise ModelError("too late")
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
@@ -122,24 +125,22 @@ def failing(rank, who, where):
 
 
 def differing(rank):
-    """Arguments, weights, buffers and inputs that are not the same on all ranks."""
+    """Arguments, weights, shapes and inputs that are not the same on all ranks."""
     other, norm = mlp(), mlp()
     with torch.no_grad():
         other[3].bias[1] += 1e-12 * (rank == 1)
-    norm[1].running_mean += rank
-    inputs = fastlr.TensorInputs(torch.ones(20, 6) * (1 + rank))
-    cases = [
-        (mlp(), Drawn(), {"n": 20 + rank}),
-        (mlp(), Drawn(), {"seed": rank}),
-        (mlp(), Drawn(), {"predictive": fastlr.Gaussian(1.0 + rank)}),
-        (other, Drawn(), {}),
-        (norm, Drawn(), {}),
-        (mlp(), inputs, {}),
-    ]
-    few = {"n": 20, "batch_size": 5}
+    norm[1].running_mean = torch.zeros(8 + rank)
+
+    def said(model, inputs, n=20, **options):
+        return error_of(lambda: shared(model, inputs, n, batch_size=5, **options))
+
     return [
-        error_of(partial(shared, model, source, **few | options))
-        for model, source, options in cases
+        said(mlp(), Drawn(), 20 + rank),
+        said(mlp(), Drawn(), seed=rank),
+        said(mlp(), Drawn(), predictive=fastlr.Gaussian(1.0 + rank)),
+        said(other, Drawn()),
+        said(norm, Drawn()),
+        said(mlp(), fastlr.TensorInputs(torch.ones(20, 6) * (1 + rank))),
     ]
 
 
@@ -217,13 +218,13 @@ def halved(rank):
     return found
 
 
-def killed(rank, timeout):
+def killed(rank):
     """Rank 1 kills itself between two estimates."""
 
     def work():
         with sharded(timeout=60) as members:
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
-            members.board.timeout = timeout
+            members.board.timeout = 1.0
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)

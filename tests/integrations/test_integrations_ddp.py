@@ -6,15 +6,18 @@ from ranks import good, run_ranks
 
 
 def test_hand_written_loop():
-    first, second = good(run_ranks(2, work.by_hand))
-    assert first["same"]
-    assert second["same"]
-    assert first["values"]["nobody"] is None
-    assert first["values"]["both"] == first["values"]["first"] == first["wanted"]
-    assert second["values"] == {"nobody": None, "both": None, "first": None}
-    assert first["shared"] == second["shared"] == first["alone"]
-    assert first["logged"] == [2]
-    assert second["logged"] == []
+    (same, values, wanted), second = good(run_ranks(2, work.by_hand))
+    assert same and second[0]
+    assert values == {"nobody": None, "both": wanted, "first": wanted}
+    assert second[1] == {"nobody": None, "both": None, "first": None}
+
+
+def test_ranks_measure_together_with_the_running_statistics_of_rank_0():
+    (values, alone, logged, same), second = good(run_ranks(2, work.together))
+    assert values == alone
+    assert not set(alone) & set(second[1])
+    assert (logged, same) == (3, True)
+    assert (second[0], *second[2:]) == (values, 0, True)
 
 
 @mark.long

@@ -349,12 +349,9 @@ def _on_all_ranks(
             f"device={options.device}: {members.size} processes take a GPU each: leave it out, or "
             "device=cuda"
         )
-    given = {
-        "out": str(path),
-        **dataclasses.asdict(options),
-        "data's digest": description["digest"],
-    }
-    members.agree("the run", given, "start every process with the same command, on the same data")
+    given, data = {"out": str(path), **dataclasses.asdict(options)}, {"data": description["digest"]}
+    remedy = "start every process with the same command, on the same data"
+    members.agree("the run", given, remedy, data)
     connect(device, members.group, timeout=members.board.timeout)
 
 

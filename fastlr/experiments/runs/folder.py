@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastlr.distributed.process_group import broadcast
 from fastlr.distributed.sharding import ALONE, Team, team
 from fastlr.errors import InputError, first_line, warn
 from fastlr.experiments.runs.integrity import (
@@ -254,7 +253,7 @@ class Run:
         Raises:
             InputError: It cannot be read.
         """
-        return broadcast(self.members, self._content_of(name) if self._writes else None)
+        return self.members.broadcast(self._content_of(name) if self._writes else None)
 
     def _content_of(self, name: str) -> Any:
         path = self.path / CHECKPOINTS / name
@@ -377,7 +376,7 @@ def opened(work: Callable[[], Run]) -> Run:
     run.members = members
     try:
         texts = json.dumps([str(run.path), run.config, run.records])
-        texts, run.state = broadcast(members, (texts, run.state))
+        texts, run.state = members.broadcast((texts, run.state))
     except BaseException:
         run.close()
         raise

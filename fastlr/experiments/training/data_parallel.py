@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import all_reduce
-from fastlr.distributed.sharding import bit_sums_of_model, team
+from fastlr.distributed.sharding import digests_of, team
 from fastlr.errors import InputError, ModelError
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.optim import part_sizes, split, trainable_parameters
@@ -188,9 +188,8 @@ class Parallel:
         for rank, failure in enumerate(self.ranks.share(self._failure)):
             if failure is not None:
                 raise self.ranks.everybodys(ModelError(f"rank {rank}: {failure}"))
-        self.ranks.agree(
-            "the model after training", bit_sums_of_model(self.model), "start one process"
-        )
+        digests = digests_of([*self.model.named_parameters(), *self.model.named_buffers()])
+        self.ranks.agree("the model after training", {}, "start one process", digests)
 
     def take_gradients(self) -> list[bool]:
         """Move ``.grad`` into tensors kept here; say which trainable parameters had one.
