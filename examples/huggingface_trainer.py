@@ -57,13 +57,14 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(
-        model, arguments, train_dataset=sentences(128, 1), eval_dataset=sentences(32, 2)
-    )
+    train, test = sentences(128, 1), sentences(32, 2)
 
     inputs = fastlr.TokenInputs(VOCABULARY, LENGTH)
     # Without every_n_steps: at evaluations.
-    trainer.add_callback(LocalRedundancyCallback(trainer, inputs, n=128))
+    callback = LocalRedundancyCallback(inputs, n=128)
+    trainer = Trainer(
+        model, arguments, train_dataset=train, eval_dataset=test, callbacks=[callback]
+    )
     trainer.train()
 
     for row in trainer.state.log_history:

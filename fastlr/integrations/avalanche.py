@@ -109,13 +109,12 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         if reading is None:
             return None
         self.take(reading)
-        at = strategy.clock.train_iterations
         return [
             MetricValue(
                 self,
                 get_metric_name(name, strategy, add_experience=False, add_task=False),
                 value,
-                at,
+                strategy.clock.train_iterations,
             )
             for name, value in reading.values(self.prefix).items()
         ]

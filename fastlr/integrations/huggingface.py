@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -13,28 +14,25 @@ from fastlr.integrations.measurement import NAME, Integration, Reading, on_main
 from fastlr.ops.model_lock import locked
 
 try:
-    import accelerate  # noqa: F401  (the Trainer does not run without it)
-    from transformers import TrainerCallback
+    from accelerate.utils import broadcast_object_list
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback
 except ImportError as missing:
     raise MissingExtraError(f"not installed ({missing}): {install('huggingface')}") from missing
 
 
 class LocalRedundancyCallback(Integration, TrainerCallback):
-    """Measures the trainer's model every so many steps or epochs, or at evaluations.
+    """Measures the trainer's model every so many steps or epochs, or at evaluations, and logs it.
 
-    It logs the numbers by ``trainer.log``.
-
-    So the numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without
+    The numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without
     ``every_n_steps`` and ``every_n_epochs`` the model is measured at every evaluation, whose
     metrics then hold ``eval_local_redundancy``: ``TrainingArguments(load_best_model_at_end=True,
     metric_for_best_model="local_redundancy", greater_is_better=True)`` keeps the best checkpoint.
-    Steps are optimizer steps, however many batches are accumulated. With several processes that of
-    rank 0 measures, those of a model under ``fully_shard`` (FSDP2) all measure together, and all
-    have its numbers. A resumed training goes on with the same steps.
+    Several evaluation sets share a measurement. Steps are optimizer steps, however many batches are
+    accumulated. With several processes that of rank 0 measures, those of a model under
+    ``fully_shard`` (FSDP2) all measure together, and all have its numbers. A resumed training goes
+    on with the same steps.
 
     Args:
-        trainer: the ``transformers.Trainer``:
-            ``trainer.add_callback(LocalRedundancyCallback(trainer, inputs))``.
         inputs: synthetic inputs, as for `fastlr.estimate`; for language models
             `fastlr.TokenInputs`, with ``predictive=fastlr.Categorical()``.
         n: how many of them.
@@ -50,11 +48,14 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
 
     Raises:
         InputError: wrong arguments.
+
+    Example:
+        >>> callback = LocalRedundancyCallback(inputs, n=128)  # doctest: +SKIP
+        >>> Trainer(model, arguments, callbacks=[callback]).train()  # doctest: +SKIP
     """
 
     def __init__(
         self,
-        trainer: Any,
         inputs: Any,
         n: int = 1000,
         *,
@@ -64,47 +65,52 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         prefix: str = "",
         **what: Any,
     ) -> None:
-        if not callable(getattr(trainer, "log", None)) or not hasattr(trainer, "state"):
-            raise InputError(
-                f"trainer must be a transformers.Trainer, not {type(trainer).__name__}"
-            )
         super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
-        self.trainer, self.at_start = trainer, at_start
+        self.at_start = at_start
+        self._event: Any = None
+        self._measured: Any = None, None  # a moment, and the reading of then
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, *event: Any, **given: Any) -> None:
         """Measure where the training starts."""
-        if self.at_start:
-            self.measure()
+        self._measure_if(self.at_start, event, given)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, *event: Any, **given: Any) -> None:
         """Measure if enough optimizer steps were done."""
-        if self.step_due(state.global_step - 1, state.global_step):
-            self.measure()
+        steps = event[1].global_step
+        self._measure_if(self.step_due(steps - 1, steps), event, given)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, *event: Any, **given: Any) -> None:
         """Measure if enough epochs were done."""
-        if self.epoch_due(round(state.epoch)):
-            self.measure()
+        self._measure_if(self.epoch_due(round(event[1].epoch)), event, given)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
-    ) -> None:
+    def on_evaluate(self, *event: Any, **given: Any) -> None:
         """Measure with an evaluation, and put the value among its metrics."""
         if not self.has_schedule:
-            reading = self.measure()
-            if reading is not None and metrics is not None:
-                metrics[f"eval_{NAME}"] = reading.value
+            is_new = self._measured[0] != _moment(event[1], given["model"])
+            self._measure_if(is_new, event, given)
+            if reading := self._measured[1]:
+                given["metrics"][f"eval_{NAME}"] = reading.value
+
+    def _measure_if(self, due: bool, event: Any, given: Any) -> None:
+        self._event = (*event, given["model"], _handler())
+        if due:
+            self.measure()
 
     def measure(self) -> Reading | None:
         """Measure and log now, and return the reading; every process must call this.
 
         Returns None where the measurement failed with a warning.
+
+        Raises:
+            InputError: no trainer has begun.
         """
-        args, state = self.trainer.args, self.trainer.state
-        dtype = torch.bfloat16 if args.bf16 else None
-        if args.fp16 and not args.bf16:
-            dtype = torch.float16
-        model = self.trainer.model
+        if self._event is None:
+            raise InputError(
+                "there is no model before a trainer begins: pass the callback to "
+                "Trainer(callbacks=[...]), and train"
+            )
+        args, state, control, model, handler = self._event
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
 
         def measure() -> Reading | None:
             with locked(model), _original_forward(model, self.meter.dtype is None):
@@ -112,36 +118,39 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
                     lambda: model, state.global_step, int(state.epoch or 0), dtype=dtype
                 )
 
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        main = self.trainer.is_world_process_zero()
-        reading = on_main(measure, main, _broadcast if several else None, model)
+        main = state.is_world_process_zero
+        reading = on_main(measure, main, lambda box: broadcast_object_list([box])[0], model)
+        self._measured = _moment(state, model), reading
         if reading is None:
             return None
         self.take(reading)
-        control = self.trainer.control
-        pending = control.should_log
-        self.trainer.log(reading.values(self.prefix))
-        control.should_log = (
-            pending  # logging has put it back, and the trainer's own log of this step would be lost
-        )
+        logs = reading.values(self.prefix)
+        if state.epoch is not None:
+            logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        if handler:
+            pending = control.should_log
+            handler.on_log(args, state, control, logs)
+            control.should_log = pending  # else the trainer's own log of this step would be lost
         return reading
 
 
-@contextmanager
-def _original_forward(model: Any, wanted: bool) -> Iterator[None]:
-    """The model's forward without the autocast that accelerate has put around it, if wanted."""
-    wrapped, original = vars(model).get("forward"), vars(model).get("_original_forward")
-    if not wanted or wrapped is None or original is None:
-        yield
-        return
-    model.forward = original
-    try:
-        yield
-    finally:
-        model.forward = wrapped
+def _moment(state: Any, model: Any) -> tuple[int, ...]:
+    """Tell apart two models, and one before and after its weights were written."""
+    return id(model), state.global_step, sum(p._version for p in model.parameters())
 
 
-def _broadcast(message: Any) -> Any:
-    box = [message]
-    torch.distributed.broadcast_object_list(box, src=0)
-    return box[0]
+def _handler() -> CallbackHandler | None:
+    """Return what calls this event; it alone knows the callbacks of ``report_to``."""
+    frame = inspect.currentframe()
+    while frame and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]
+
+
+def _original_forward(model: Any, wanted: bool) -> AbstractContextManager[Any]:
+    """Take off the autocast that accelerate has put around the model's forward, if wanted."""
+    own = vars(model)
+    if wanted and "forward" in own and own.get("_original_forward") is not None:
+        return patch.object(model, "forward", own["_original_forward"])
+    return nullcontext()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ from fastlr.errors import InputError, MissingExtraError, ModelError, install
 from fastlr.integrations.measurement import Integration, Reading, on_main
 
 try:
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers.logger import DummyLogger
 except ImportError as missing:
     raise MissingExtraError(
         f"lightning is not installed ({missing}): {install('lightning')}"
@@ -23,6 +27,8 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 class LocalRedundancyMonitor(Integration, Callback):
     """Measures the module every so many steps or epochs of a fit, and at its start, and logs it.
+
+    What the module itself logs in ``forward`` is left out while it is measured.
 
     The numbers go to all loggers of the trainer (step: optimizer steps done) and into
     ``trainer.callback_metrics``, so that ``ModelCheckpoint(monitor="local_redundancy",
@@ -102,33 +108,33 @@ class LocalRedundancyMonitor(Integration, Callback):
         Returns None where the measurement failed with a warning.
         """
         dtype = _AUTOCAST.get(str(trainer.precision))
-
-        def measure() -> Reading | None:
-            return self.meter.measure(
-                lambda: self._target(pl_module),
-                trainer.global_step,
-                trainer.current_epoch,
-                dtype=dtype,
-            )
-
-        broadcast = trainer.strategy.broadcast if trainer.world_size > 1 else None
-        reading = on_main(measure, trainer.is_global_zero, broadcast, pl_module)
-        if reading is None:
-            return None
-        self.take(reading)
-        values = reading.values(self.prefix)
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=reading.step)
-        device = trainer.strategy.root_device
-        trainer.callback_metrics.update(
-            {name: torch.tensor(value, device=device) for name, value in values.items()}
+        measure = partial(
+            self.meter.measure,
+            lambda: self._target(pl_module),
+            trainer.global_step,
+            trainer.current_epoch,
+            dtype=dtype,
         )
+        silent, strategy = [DummyLogger() for _ in trainer.loggers], trainer.strategy
+        with (
+            patch.object(LightningModule, "log", lambda *_, **__: None),
+            patch.object(trainer, "_loggers", silent),
+        ):
+            reading = on_main(measure, trainer.is_global_zero, strategy.broadcast, pl_module)
+        if reading:
+            self.take(reading)
+            values = reading.values(self.prefix)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=reading.step)
+            for name, value in values.items():
+                tensor = torch.tensor(value, device=strategy.root_device)
+                trainer.callback_metrics[name] = tensor
         return reading
 
     def _target(self, pl_module: Any) -> nn.Module:
         if self.module is None:
             target = pl_module
-            if getattr(type(pl_module).forward, "__qualname__", "").startswith("LightningModule."):
+            if type(pl_module).forward is LightningModule.forward:
                 raise ModelError(
                     f"{type(pl_module).__name__} has no forward(): define it, or say what is "
                     "measured by module='NAME'"

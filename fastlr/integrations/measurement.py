@@ -24,6 +24,7 @@ from fastlr.errors import FastlrError, InputError, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same_inputs, same_predictive
 from fastlr.estimator.options import autocast_dtype, require_inputs
+from fastlr.estimator.passes import Passes
 from fastlr.estimator.predictive import Categorical
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
@@ -31,7 +32,7 @@ from fastlr.ghost.model_io import ModelView, unwrap
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
 from fastlr.ops.model_lock import locked
-from fastlr.ops.torch_private import holds_fully_sharded, tree_map
+from fastlr.ops.torch_private import holds_fully_sharded, tree_map_only
 
 NAME = "local_redundancy"
 AUTO = "auto"
@@ -153,18 +154,16 @@ class Meter:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
         began = time.perf_counter()
-        precision = dtype if self.dtype == AUTO else self.dtype
-        assert not isinstance(precision, str)
+        precision: Any = dtype if self.dtype == AUTO else self.dtype
         try:
             module = unwrap(model())
             with locked(module):
                 estimator = self._estimator_of(module, precision)
                 # Before the first step nobody knows what memory the training takes at its peak.
-                graphs = nullcontext() if step else estimator.chunks.replays.pause()
-                with graphs:
+                with nullcontext() if step else estimator.chunks.replays.pause():
                     estimate = estimator.measure()
                 self.batch_size = estimate.batch_size
-                values = self._measures(module, precision) if self.measures else {}
+                values = self._measures(module, estimator.passes) if self.measures else {}
                 reading = Reading(step, epoch, estimate, values, time.perf_counter() - began)
                 if keep is not None:
                     keep(reading, module)
@@ -240,26 +239,21 @@ class Meter:
             self._key = key
         return self._estimator
 
-    def _measures(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Measure]:
-        device = next(model.parameters()).device
-
-        def on_device(t: Any) -> Any:
-            return t.to(device) if isinstance(t, Tensor) else t
-
-        x, y = tree_map(on_device, self.x), tree_map(on_device, self.y)
+    def _measures(self, model: nn.Module, passes: Passes) -> dict[str, Measure]:
+        device = passes.view.device
+        x, y = tree_map_only(Tensor, lambda t: t.to(device), (self.x, self.y))
         axes = {
             key: self.options[key] for key in ("output", "in_dim", "out_dim") if key in self.options
         }
-        ambient = torch.is_autocast_enabled(device.type)
-        context: Any = nullcontext()
-        if ambient or dtype is not None:
-            context = torch.autocast(
-                device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=not ambient
-            )
-        with context:
-            state = self.init_state
+        with passes.autocast():
             return measures(
-                model, self.measures, x=x, y=y, loss=self.loss, init_state=state, **axes
+                model,
+                self.measures,
+                x=x,
+                y=y,
+                loss=self.loss,
+                init_state=self.init_state,
+                **axes,
             )
 
 
@@ -282,12 +276,12 @@ class Keeper:
             raise InputError(f"mode must be 'max' or 'min', not {mode!r}")
         self.path = None if keep is None or callable(keep) else Path(keep)
         self.function = keep if callable(keep) else None
-        if self.path is not None and not self.path.absolute().parent.is_dir():
-            raise InputError(
-                f"keep_best={self.path}: there is no folder {self.path.absolute().parent}"
-            )
-        if self.path is not None and self.path.is_dir():
-            raise InputError(f"keep_best={self.path} is a folder: name a file in it")
+        if self.path is not None:
+            folder = self.path.absolute().parent
+            if not folder.is_dir():
+                raise InputError(f"keep_best={self.path}: there is no folder {folder}")
+            if self.path.is_dir():
+                raise InputError(f"keep_best={self.path} is a folder: name a file in it")
         self.sign = 1.0 if mode == "max" else -1.0
         self.begin_anew()
 
@@ -432,7 +426,7 @@ class Integration:
 def on_main(
     measure: Callable[[], Reading | None],
     main: bool,
-    broadcast: Callable[[Any], Any] | None,
+    broadcast: Callable[[Any], Any],
     model: nn.Module,
 ) -> Reading | None:
     """Measure on the main process; the others return its reading or raise its error.
@@ -443,20 +437,20 @@ def on_main(
         measure: called on the main process alone; on all of them together where the model is under
             ``fully_shard``.
         main: True on the main process.
-        broadcast: gives every process the main one's object; None where there is one process.
+        broadcast: gives every process the main one's object.
         model: the whole of what is measured, or what holds it.
     """
-    if broadcast is None or holds_fully_sharded(model):
+    if holds_fully_sharded(model):
         with locked(model), full_params(model):
             reading = measure()
-        return reading if broadcast is None else broadcast(reading)
-    reading, failure, text = None, None, None
+        return broadcast(reading)
+    reading = failure = None
     if main:
         try:
             reading = measure()
         except Exception as error:  # told to the others first: they would wait for ever
-            failure, text = error, one_line(error)
-    reading, text = broadcast((reading, text))
+            failure = error
+    reading, text = broadcast((reading, failure and one_line(failure)))
     if failure is not None:
         raise failure
     if text is not None:

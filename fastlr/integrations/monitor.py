@@ -28,11 +28,9 @@ class Monitor(Integration):
     buffers, flags and random states are left as they were. With several processes
     (DistributedDataParallel) the one of rank 0 measures, and the others return at once: nothing is
     communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next
-    gradient. Called on all of them inside `fastlr.distributed.sharded`, they share the inputs, and
-    all get the reading; buffers must then be the same on all, which those of batch norm are not
-    between two steps of DistributedDataParallel. A model under
-    ``torch.distributed.fsdp.fully_shard`` is measured by all of its ranks together: each calls it,
-    and all get the reading.
+    gradient. Called on all of them inside `fastlr.distributed.sharded`, they share the inputs,
+    measure with rank 0's buffers, and all get the reading. So do the ranks of a model under
+    ``torch.distributed.fsdp.fully_shard``.
 
     Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision:
     ``dtype=torch.bfloat16`` measures under autocast, whatever region the call is in; a gradient
@@ -109,9 +107,8 @@ class Monitor(Integration):
     def step(self) -> Reading | None:
         """Count an optimizer step, measure if it is due, and return the reading if there is one."""
         self.steps += 1
-        if self.steps == 1 and self.every_n_steps is self.every_n_epochs is None:
-            text = "Monitor(every_n_steps=None, every_n_epochs=None) measures only by measure()"
-            warn(text)
+        if self.steps == 1 and not self.has_schedule:
+            warn("Monitor(every_n_steps=None, every_n_epochs=None) measures only by measure()")
         return self.measure() if self.step_due(self.steps - 1, self.steps) else None
 
     def epoch(self) -> Reading | None:
@@ -137,7 +134,12 @@ class Monitor(Integration):
             reading = self.meter.measure(lambda: self.model, self.steps, self.epochs, keep=keep)
         if reading is not None:
             self.take(reading)
-            self.first = self.first or _numbers(reading)
+            estimate = reading.estimate
+            self.first = self.first or {
+                "value": estimate.value,
+                "stderr": estimate.stderr,
+                "per_parameter": dict(estimate.per_parameter),
+            }
             self.seconds += reading.seconds
             if main and self.log is not None:
                 self.log(reading.values(self.prefix), self.steps)
@@ -172,12 +174,3 @@ class Monitor(Integration):
         super().begin_anew(changed)
         self.first = {}
         self.keeper.begin_anew()
-
-
-def _numbers(reading: Reading) -> dict[str, Any]:
-    estimate = reading.estimate
-    return {
-        "value": estimate.value,
-        "stderr": estimate.stderr,
-        "per_parameter": dict(estimate.per_parameter),
-    }

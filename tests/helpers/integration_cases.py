@@ -47,6 +47,14 @@ def random_states():
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
+def without_draws(make, *args, **options):
+    """Return what is made, without a random number drawn."""
+    states = random_states()
+    made = make(*args, **options)
+    assert random_states() == states
+    return made
+
+
 def train(
     model,
     watch=lambda: None,
@@ -86,6 +94,9 @@ class Recorded:
     """An integration that also keeps in ``rows`` what it measured and what `estimate` says then."""
 
     rows = ()  # (step, epoch, value, estimate)
+
+    def __init__(self, *args, **options):
+        without_draws(super().__init__, *args, **options)
 
     def measure(self, *args):
         wanted = self.estimate(*args)

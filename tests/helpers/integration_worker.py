@@ -5,6 +5,7 @@ Each function returns what came of it.
 
 import os
 import warnings
+from copy import deepcopy
 
 import torch
 from full_params_ranks import whole_state
@@ -13,46 +14,49 @@ from ranks import error_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from untouched import untouched
 
 import fastlr
 import fastlr.distributed
+from fastlr.distributed import sharding
 from fastlr.integrations import Monitor
 
 
 def by_hand(rank):
     """Train by a loop with DDP in bf16 autocast, watched by both processes, by rank 0, by none."""
     models, found = [], {}
-    for watched in ("nobody", "both", "first"):
+    for watched, ranks in {"nobody": (), "both": (0, 1), "first": (0,)}.items():
         model = network()
         meter = Monitor(
             DistributedDataParallel(model), INPUTS, N, every_n_steps=2, dtype=torch.bfloat16
         )
-        watch = (
-            meter.step if watched == "both" or (watched == "first" and rank == 0) else lambda: None
-        )
+        watch = meter.step if rank in ranks else lambda: None
         train(meter.model, watch, steps=4, accumulate=2, autocast=True, seed=3 + rank)
         models.append(model)
         found[watched] = meter.last and meter.last.value
     wanted = fastlr.estimate(models[0], INPUTS, N, dtype=torch.bfloat16).value
-    rows = []
+    return all(same_bits(models[0], m) for m in models), found, wanted
+
+
+def together(rank):
+    """Train by a loop with DDP, with and without measurements by both processes in `sharded`."""
+    sharding._PIECE = 1 << 9
+    net, other = network(), network()
+    readings, states, rows = [], [], []
     meter = Monitor(
-        network(),
-        INPUTS,
-        N,
-        batch_size=N // 2,
-        log=lambda values, step: rows.append(len(values)),
+        DistributedDataParallel(net), INPUTS, N, batch_size=8, log=lambda *at: rows.append(at)
     )
-    with fastlr.distributed.sharded():
-        shared = meter.measure().value
-    alone = fastlr.estimate(network(), INPUTS, N, batch_size=N // 2).value
-    return {
-        "same": all(same_bits(models[0], m) for m in models),
-        "values": found,
-        "wanted": wanted,
-        "shared": shared,
-        "alone": alone,
-        "logged": rows,
-    }
+
+    def watch():
+        states.append(deepcopy(net))
+        with untouched(net):
+            readings.append(meter.measure().value)
+
+    with sharding.sharded():
+        train(meter.model, watch, steps=3, seed=3 + rank)
+    train(DistributedDataParallel(other), steps=3, seed=3 + rank)
+    alone = [fastlr.estimate(state, INPUTS, N, batch_size=8).value for state in states]
+    return readings, alone, len(rows), same_bits(net, other)
 
 
 def by_lightning(rank):
@@ -88,15 +92,14 @@ def by_huggingface(rank, folder):
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    alone, _ = train(folder, **options)
+    alone = train(folder, **options)
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "local_redundancy",
         "greater_is_better": False,
     }
-    trainer, callback = train(
-        folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options, **best
-    )
+    callback = LocalRedundancyCallback(TOKENS, **WHAT)
+    trainer = train(folder, callback, **options, **best)
     wanted = fastlr.estimate(alone.model, TOKENS, 12, predictive=WHAT["predictive"]).value
     values = [row["local_redundancy"] for row in logged(trainer, True)]
     return {
@@ -172,10 +175,9 @@ def by_huggingface_sharded(rank, folder, bf16):
         "fsdp": True,
         "bf16": bf16,
     }
-    alone, _ = train(folder, **options)
-    trainer, callback = train(
-        folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options
-    )
+    alone = train(folder, **options)
+    callback = LocalRedundancyCallback(TOKENS, **WHAT)
+    trainer = train(folder, callback, **options)
     wanted = fastlr.estimate(
         with_weights_of(trainer.model, language_model()), TOKENS, 12, predictive=WHAT["predictive"]
     )
@@ -220,14 +222,15 @@ def same_weights(a, b):
 def as_launched(rank):
     """Set what torchrun tells the frameworks, of two processes on this machine."""
     warnings.simplefilter("ignore")
-    ranks = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 2,
-        "GROUP_RANK": 0,
+    settings = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # there is a process group already
+        "TORCHELASTIC_RUN_ID": "test",
+        "ACCELERATE_USE_CPU": "true",
     }
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-    # There is a process group already.
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    os.environ.update({"TORCHELASTIC_RUN_ID": "test", "ACCELERATE_USE_CPU": "true"})
+    os.environ.update(settings)

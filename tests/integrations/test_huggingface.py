@@ -43,19 +43,19 @@ def another_model():
 
 
 class WatchedTrainer(Recorded, LocalRedundancyCallback):
-    def __init__(self, trainer, *args, estimate_dtype=None, **kwargs):
-        super().__init__(trainer, *args, **kwargs)
+    def __init__(self, *, estimate_dtype=None, **options):
+        super().__init__(TOKENS, **WHAT, **options)
         self.estimate_dtype = estimate_dtype
 
     def estimate(self):
         copied = another_model()
-        copied.load_state_dict(self.trainer.model.state_dict())
+        copied.load_state_dict(self._event[3].state_dict())
         return fastlr.estimate(
             copied, TOKENS, 12, predictive=fastlr.Categorical(), dtype=self.estimate_dtype
         ).value
 
 
-def train(folder, callback=None, *, resume=None, **options):
+def train(folder, *callbacks, resume=None, sets=(), **options):
     """Eight batches an epoch."""
     seed_all()
     model = language_model()
@@ -73,13 +73,14 @@ def train(folder, callback=None, *, resume=None, **options):
         **options,
     }
     trainer = Trainer(
-        model, TrainingArguments(str(folder), **settings), train_dataset=rows, eval_dataset=rows[:8]
+        model,
+        TrainingArguments(str(folder), **settings),
+        train_dataset=rows,
+        eval_dataset={name: rows[:8] for name in sets} if sets else rows[:8],
+        callbacks=list(callbacks),
     )
-    if callback is not None:
-        callback = callback(trainer)
-        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume)
-    return trainer, callback
+    return trainer
 
 
 def logged(trainer, ours=False):
@@ -93,22 +94,27 @@ def logged(trainer, ours=False):
 
 @mark.parametrize(
     "options",
-    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
-    ids=["plain", "accumulate", "bf16"],
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 4},
+    ],
+    ids=["plain", "accumulate", "bf16", "evaluations"],
 )
-def test_training_and_its_log_are_the_same(tmp_path, options):
+def test_training_and_its_log_are_the_same(tmp_path, options, capsys):
     dtype = torch.bfloat16 if "bf16" in options else None
-    alone, _ = train(tmp_path, **options)
+    alone = train(tmp_path, **options)
     states = random_states()
-    trainer, callback = train(
-        tmp_path,
-        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
-        **options,
-    )
+    every = None if "eval_steps" in options else 4
+    callback = WatchedTrainer(every_n_steps=every, estimate_dtype=dtype)
+    trainer = train(tmp_path, callback, **options)
     assert same_bits(alone.model, trainer.model)
     assert random_states() == states
     assert logged(alone) == logged(trainer)
-    assert len(logged(alone)) == 5
+    assert sum("loss" in row for row in logged(alone)) == 4
+    printed = capsys.readouterr().out  # by a callback of the trainer
+    assert printed.count("'local_redundancy'") == 3
     assert [row[0] for row in callback.rows] == [0, 4, 8]
     assert [reading.value for reading in callback.course] == [row[2] for row in callback.rows[1:]]
     assert "it takes 6 after training began" in callback.trend()
@@ -121,11 +127,8 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
 
 
 def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
-    trainer, callback = train(
-        tmp_path,
-        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=8, dtype=None, **WHAT),
-        bf16=True,
-    )
+    callback = WatchedTrainer(every_n_steps=8, dtype=None)
+    trainer = train(tmp_path, callback, bf16=True)
     assert "_original_forward" in vars(trainer.model), (
         "accelerate no longer wraps forward: the special case can go"
     )
@@ -137,33 +140,36 @@ def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
     assert callback.last.estimate.dtype is None
 
 
-def test_best_checkpoint_at_evaluations(tmp_path):
+@mark.parametrize("sets", [(), ("a", "b")], ids=["one set", "two sets"])
+def test_best_checkpoint_at_evaluations(tmp_path, sets):
     options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
     best = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "local_redundancy",
         "greater_is_better": True,
     }
-    trainer, callback = train(
-        tmp_path, lambda t: WatchedTrainer(t, TOKENS, at_start=False, **WHAT), **options, **best
-    )
+    callback = WatchedTrainer(at_start=False)
+    trainer = train(tmp_path, callback, sets=sets, **options, **best)
     values = {row[0]: row[2] for row in callback.rows}
+    assert [row[0] for row in callback.rows] == [row["step"] for row in logged(trainer, True)]
     assert list(values) == [4, 8]
     assert trainer.state.best_metric == max(values.values())
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{max(values, key=values.get)}")
     reloaded = fastlr.estimate(trainer.model, TOKENS, 12, predictive=fastlr.Categorical())
     assert reloaded.value == approx(max(values.values()), rel=1e-12)
+    with torch.no_grad():  # an evaluation by hand is of the weights as they are then
+        trainer.model.lm_head.weight.mul_(2)
+    assert trainer.evaluate()["eval_local_redundancy"] == callback.last.value != reloaded.value
+    assert len(callback.course) == 3
 
 
 def test_resumption_and_epochs(tmp_path):
-    def watch(t):
-        return WatchedTrainer(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
-
-    whole, first = train(tmp_path / "a", watch, max_steps=16)
+    first, broken, second = (WatchedTrainer(every_n_epochs=1, at_start=False) for _ in range(3))
+    whole = train(tmp_path / "a", first, max_steps=16)
     assert [row[:2] for row in first.rows] == [(8, 1), (16, 2)]
-    train(tmp_path / "b", watch, max_steps=16, save_strategy="steps", save_steps=12)
-    resumed, second = train(
-        tmp_path / "b", watch, max_steps=16, resume=str(tmp_path / "b" / "checkpoint-12")
+    train(tmp_path / "b", broken, max_steps=16, save_strategy="steps", save_steps=12)
+    resumed = train(
+        tmp_path / "b", second, max_steps=16, resume=str(tmp_path / "b" / "checkpoint-12")
     )
     assert [row[:3] for row in second.rows] == [row[:3] for row in first.rows[1:]]
     assert same_bits(whole.model, resumed.model)
@@ -171,6 +177,8 @@ def test_resumption_and_epochs(tmp_path):
     assert [r["step"] for r in state["log_history"] if "local_redundancy" in r] == [8]
 
 
-def test_a_trainer_is_required():
-    with refused("transformers.Trainer"):
-        LocalRedundancyCallback(language_model(), TOKENS)
+def test_mistakes(tmp_path):
+    with refused("inputs of type Trainer"):
+        LocalRedundancyCallback(train(tmp_path, max_steps=1))
+    with refused(r"Trainer\(callbacks="):
+        LocalRedundancyCallback(TOKENS).measure()

@@ -3,6 +3,7 @@
 import importlib
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fastlr.errors import MissingExtraError, ModelError
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 
 from fastlr.integrations.lightning import LocalRedundancyMonitor  # noqa: E402
 
@@ -100,6 +102,30 @@ def test_training_is_bit_for_bit_the_same(options):
         callback.rows[-1][2]
     )
     assert callback.last.estimate.dtype == ("bfloat16" if dtype else None)
+
+
+class Chatty(Module):
+    """Logs what ``forward`` computes, by the trainer and by the logger."""
+
+    def forward(self, x):
+        logits = self.net(x)
+        self.log_dict({"mean": logits.mean()}, on_step=False, on_epoch=True)
+        self.logger.log_metrics({"own": True})
+        return logits
+
+    def training_step(self, batch, _):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_what_forward_logs_is_that_of_the_training_alone():
+    found = []
+    for callbacks in ([], [LocalRedundancyMonitor(INPUTS, N, every_n_steps=1)]):
+        logger = DummyLogger()
+        logger.log_metrics = mock.Mock()
+        _, trainer = fit(*callbacks, module=Chatty(), logger=logger)
+        own = logger.log_metrics.mock_calls.count(mock.call({"own": True}))
+        found.append((own, float(trainer.callback_metrics["mean"])))
+    assert found[0] == found[1]
 
 
 def test_epochs_loggers_and_a_submodule(tmp_path):

@@ -8,7 +8,17 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from expected import refused, warned
-from integration_cases import INPUTS, SHAPE, N, data, network, random_states, same_bits, train
+from integration_cases import (
+    INPUTS,
+    SHAPE,
+    N,
+    data,
+    network,
+    random_states,
+    same_bits,
+    train,
+    without_draws,
+)
 from pytest import mark, raises
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -21,7 +31,7 @@ from fastlr.integrations.measurement import on_main
 
 
 def monitor(model, **options):
-    return Monitor(model, INPUTS, N, **({"every_n_steps": 2} | options))
+    return without_draws(Monitor, model, INPUTS, N, **({"every_n_steps": 2} | options))
 
 
 @mark.parametrize(
@@ -306,4 +316,3 @@ def test_other_processes_hear_of_an_error():
         on_main(fail, False, lambda what: box[0], model)
     assert on_main(lambda: "reading", True, lambda what: what, model) == "reading"
     assert on_main(fail, False, lambda what: ("reading", None), model) == "reading"
-    assert on_main(lambda: "reading", True, None, model) == "reading"

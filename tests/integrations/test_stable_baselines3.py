@@ -3,6 +3,7 @@
 import csv
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ importorskip("stable_baselines3")
 import gymnasium
 from gymnasium import spaces
 from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
+from stable_baselines3.common.callbacks import (
+    CallbackList,
+    ConvertCallback,
+    EvalCallback,
+    EveryNTimesteps,
+)
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.noise import (
     ActionNoise,
@@ -125,9 +132,12 @@ def state(agent):
     return tree_map_only(torch.Tensor, torch.Tensor.tolist, found)
 
 
-def trained(name, watch=None, steps=40):
+def trained(name, make=lambda: None, steps=40):
+    """Train an agent with what is made after it, as in the guide."""
     seed_all()
-    return AGENTS[name]().learn(steps, watch)
+    agent = AGENTS[name]()
+    watch = make()
+    return agent.learn(steps, watch), watch
 
 
 @mark.parametrize(
@@ -145,12 +155,46 @@ def trained(name, watch=None, steps=40):
     ],
 )
 def test_training_is_bit_for_bit_the_same(name, inputs):
-    watch = callback(inputs=inputs, measures=["dormant_ratio"])
-    alone, watched = state(trained(name)), state(trained(name, watch))
-    assert watched == alone
+    alone, _ = trained(name)
+    watched, watch = trained(name, lambda: callback(inputs=inputs, measures=["dormant_ratio"]))
+    assert state(watched) == state(alone)
     assert {reading.step for reading in watch.last.values()} == {40}
     assert len(watch.last) == len(watch.about)
     assert all("dormant_ratio" in reading.measures for reading in watch.last.values())
+
+
+def evaluations(watch):
+    env = World()
+    env.reset(seed=1)
+    return EvalCallback(env, watch, n_eval_episodes=1, eval_freq=12, warn=False)
+
+
+@mark.parametrize(
+    ("name", "wrap", "count"),
+    [
+        ("ppo", lambda watch: EveryNTimesteps(12, watch), 4),
+        ("sac", lambda watch: [EveryNTimesteps(12, CallbackList([watch]))], 4),
+        ("ppo", evaluations, 3),
+    ],
+    ids=["every", "list", "best"],
+)
+def test_measures_at_the_start_and_at_each_event_of_another_callback(name, wrap, count):
+    watch = callback()
+    watch.measure = Mock(wraps=watch.measure)
+    watched, _ = trained(name, lambda: wrap(watch))
+    alone, _ = trained(name, lambda: wrap(ConvertCallback(lambda *_: True)))
+    assert state(watched) == state(alone)
+    assert watch.measure.call_count == count
+
+
+def test_events_wait_for_observations():
+    """Observations between two events of a rollout are seen once, and none is made up."""
+    watch = callback(inputs="own")
+    watch.measure = Mock(wraps=watch.measure)
+    with warns(FastlrWarning, match="not measured yet: fewer than n=16"):
+        trained("ppo", lambda: EveryNTimesteps(3, watch))
+    assert watch.measure.call_count == len(range(24, 40, 3))
+    assert watch._observations[""].abs().sum(1).all()
 
 
 def labels(distribution):
@@ -388,7 +432,7 @@ def test_the_rest_of_wrong_use_is_named():
         callback(action_sigma=1.0).init_callback(AGENTS["a2c"]())
     with raises(InputError, match="fewer than n=16"):
         watch = callback(inputs="own")
-        watch.init_callback(AGENTS["a2c"]())
+        AGENTS["a2c"]()._setup_learn(8, watch)
         watch.measure()
     with warns(FastlrWarning, match="fewer than n=16"):
         AGENTS["a2c"]().learn(8, callback(inputs="own"))

@@ -49,7 +49,8 @@ class LocalRedundancyCallback(BaseCallback):
     deviation of what was seen; its first measurement waits for n observations. Critics of actions
     take uniformly drawn ones, or with "own" those of the buffer.
 
-    It measures at the ends of rollouts, before they are trained on, and logs in a row of its own:
+    It measures at the ends of rollouts, before they are trained on; as the callback of an
+    ``EventCallback``, such as ``EveryNTimesteps``, at each event. It logs in a row of its own:
     "actor/local_redundancy", "critic/local_redundancy", their standard errors and the measures, at
     the number of environment steps.
 
@@ -118,8 +119,13 @@ class LocalRedundancyCallback(BaseCallback):
         self.n, self.inputs, self.at_start, self.prefix = n, inputs, at_start, prefix
         self.action_sigma, self.value_sigma, self.seed = action_sigma, value_sigma, seed
         self.state_file = None if state_file is None else Path(state_file)
-        when = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_rollouts}
-        self.options = {**when, "measures": measures, "seed": seed, **what}
+        self.options = {
+            "every_n_steps": every_n_steps,
+            "every_n_epochs": every_n_rollouts,
+            "measures": measures,
+            "seed": seed,
+            **what,
+        }
         self.parts: dict[str, Part] = {}
         self.monitors: dict[str, Monitor] = {}
         self.rollouts = 0
@@ -127,10 +133,10 @@ class LocalRedundancyCallback(BaseCallback):
         self._course_steps: dict[str, list[int]] = {}
         self._observations: dict[str, Any] = {}
         self._actions: Any = None
-        self._seen = Seen(n)
+        self._seen, self._too_few = Seen(n), f"fewer than n={n} observations were seen"
         self._agent: Any = None
         # A mistake in the options shows here, before there is an agent.
-        self._monitor(nn.Linear(1, 1), TensorInputs(torch.zeros(1, 1)), None)
+        self._monitor(nn.ParameterList([torch.zeros(1)]), TensorInputs(torch.zeros(1, 1)), None)
 
     @property
     def about(self) -> dict[str, str]:
@@ -140,7 +146,7 @@ class LocalRedundancyCallback(BaseCallback):
     @property
     def last(self) -> dict[str, Reading]:
         """The last reading of each part that was measured."""
-        return {name: m.last for name, m in self.monitors.items() if m.last is not None}
+        return {name: m.last for name, m in self.monitors.items() if m.last}
 
     @property
     def seconds(self) -> float:
@@ -153,7 +159,10 @@ class LocalRedundancyCallback(BaseCallback):
         return any(monitor.first for monitor in self.monitors.values())
 
     def _init_callback(self) -> None:
-        """Find what is measured of the agent; mistakes show here, before anything runs."""
+        """Find what is measured of the agent, and measure where that can be.
+
+        Mistakes show here, before anything runs. Not every EventCallback passes on the start.
+        """
         agent = self.model
         if self._agent not in (None, agent) and not agent.num_timesteps:
             raise InputError("this callback has measured another agent: make a new one for each")
@@ -162,30 +171,33 @@ class LocalRedundancyCallback(BaseCallback):
         self.parts = networks(agent, self.action_sigma, self.value_sigma)
         for name, monitor in self.monitors.items():
             monitor.model = self.parts[name].module
-
-    def _on_training_start(self) -> None:
-        """Go on from the state file, say what is measured, and measure where that can be."""
+        self._steps_seen, self._by_events = agent.num_timesteps, True
         if self.state_file is not None and not self.monitors:
             self._resume(self.state_file)
         for name, text in self.about.items():
             self.logger.info(f"{name} is measured as {text}")
         if both := shared(self.parts):
             self.logger.info(f"actor and critic share {few(both)}: measured in both")
-        self._steps_seen = self.model.num_timesteps
         if self.at_start and not self._has_begun and self._make_inputs():
             self.measure()
 
+    def _on_rollout_start(self) -> None:
+        self._by_events = False  # an EventCallback passes on its events alone
+
     def _on_step(self) -> bool:
+        if self._by_events:
+            if self._look():
+                self.measure()
+            else:
+                warn(f"actor and critic are not measured yet: {self._too_few}")
         return True
 
     def _on_rollout_end(self) -> None:
-        """Keep what was seen as long as it is wanted, and measure if it is time to."""
+        """Measure if it is time to."""
         self.rollouts += 1
         before, self._steps_seen = self._steps_seen, self.model.num_timesteps
-        if not self.monitors:
-            self._seen.add_rollout(self.model)
-            if not self._make_inputs():
-                return
+        if not self._look():
+            return
         monitor = next(iter(self.monitors.values()))
         due = monitor.step_due(before, self._steps_seen) or monitor.epoch_due(self.rollouts)
         if due or (self.at_start and not self._has_begun):
@@ -193,7 +205,7 @@ class LocalRedundancyCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         if not self._has_begun:
-            why = "no measurement was due" if self.monitors else f"fewer than n={self.n} were seen"
+            why = "no measurement was due" if self.monitors else self._too_few
             warn(f"actor and critic were not measured: {why}")
 
     def measure(self) -> dict[str, Reading]:
@@ -204,7 +216,7 @@ class LocalRedundancyCallback(BaseCallback):
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
         if not self.monitors and not self._make_inputs():
-            raise InputError(f"fewer than n={self.n} observations were seen: train first")
+            raise InputError(f"{self._too_few}: train first")
         readings = {}
         models = [self.model.policy, *(part.module for part in self.parts.values())]
         modules = [module for model in models for module in model.modules()]
@@ -212,8 +224,7 @@ class LocalRedundancyCallback(BaseCallback):
             for module in modules:  # as SB3 has a policy that acts
                 module.training = False
             for name in self.parts:
-                reading = self._measure_part(name)
-                if reading is not None:
+                if reading := self._measure_part(name):
                     readings[name] = reading
         self._log(readings)
         if self.state_file is not None:
@@ -227,7 +238,7 @@ class LocalRedundancyCallback(BaseCallback):
         reading = monitor.measure()
         if not self.model._n_updates:
             monitor.course.clear()
-        elif reading is not None:
+        elif reading:
             self._course_steps[name].append(reading.step)
         return reading
 
@@ -243,11 +254,18 @@ class LocalRedundancyCallback(BaseCallback):
             row.record("time/total_timesteps", step, exclude="tensorboard")
             row.dump(step)
 
+    def _look(self) -> bool:
+        """Keep what was seen as long as it is wanted; return False without observations."""
+        if self.monitors:
+            return True
+        self._seen.add_rollout(self.model)
+        return self._make_inputs()
+
     def _make_inputs(self) -> bool:
         """Choose the observations, once for all; return False as long as that cannot be done."""
         wide = unbounded(self.model)
         seen: dict[str, np.ndarray] = {}
-        actions: np.ndarray | None = None
+        actions: Any = None
         if wide or self.inputs == OWN:
             met = self._seen.batch(self.model)
             if met is None:
@@ -255,12 +273,11 @@ class LocalRedundancyCallback(BaseCallback):
             seen, actions = met
         if self.inputs == SPACE:
             rng = np.random.default_rng(self.seed)
-            only = {key: seen[key] for key in wide}
-            seen = draw(self.model, self.n, rng, only)
+            seen = draw(self.model, self.n, rng, {key: seen[key] for key in wide})
             takers = any(part.takes_actions for part in self.parts.values())
             actions = draw_actions(self.model, self.n, rng) if takers else None
         self._observations = as_tensors(seen)
-        self._actions = None if actions is None else as_tensors({"": actions})[""]
+        self._actions = None if actions is None else torch.tensor(actions)
         self._make_monitors()
         return True
 
@@ -291,8 +308,7 @@ class LocalRedundancyCallback(BaseCallback):
         step = self.model.num_timesteps
         if not path.exists():
             if step:
-                text = f"no {path}: measurements begin anew at step {step}"
-                warn(text)
+                warn(f"no {path}: measurements begin anew at step {step}")
             return
         if not step:
             raise InputError(

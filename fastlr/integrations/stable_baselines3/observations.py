@@ -64,13 +64,10 @@ def draw(agent: Any, n: int, rng: np.random.Generator, seen: Mapping[str, np.nda
     Raises:
         InputError: A space that cannot be drawn from.
     """
-    drawn = {}
-    for key, space in spaces_of(agent).items():
-        if key in seen:
-            drawn[key] = _gaussian(space, n, rng, seen[key])
-        else:
-            drawn[key] = _uniform(space, n, rng)
-    return drawn
+    return {
+        key: _gaussian(space, n, rng, seen[key]) if key in seen else _uniform(space, n, rng)
+        for key, space in spaces_of(agent).items()
+    }
 
 
 def draw_actions(agent: Any, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -81,12 +78,12 @@ def draw_actions(agent: Any, n: int, rng: np.random.Generator) -> np.ndarray:
 
 def preprocessed(agent: Any, observations: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Return observations as the features extractor takes them, in the order of their keys."""
-
-    def tensor(key: str, space: spaces.Space) -> Any:
-        normalize = agent.policy.normalize_images
-        return preprocess_obs(observations[key], space, normalize_images=normalize)
-
-    return tuple(tensor(key, space) for key, space in spaces_of(agent).items())
+    normalize = agent.policy.normalize_images
+    tensors: Any = (
+        preprocess_obs(observations[key], space, normalize_images=normalize)
+        for key, space in spaces_of(agent).items()
+    )
+    return tuple(tensors)
 
 
 class Seen:
@@ -99,15 +96,19 @@ class Seen:
     def __init__(self, n: int) -> None:
         self.n = n
         self._rollouts: list[Arrays] = []
+        self._latest: Any = None  # the buffer's own observations, new in each rollout
 
     def add_rollout(self, agent: Any) -> None:
-        """Keep a copy of a rollout that has just ended; a replay buffer is read when asked."""
+        """Keep a copy of a rollout, as far as it is; a replay buffer is read when asked."""
         buffer = getattr(agent, "rollout_buffer", None)
         if buffer is None:
             return
-        spaces_by_key, stored = spaces_of(agent), _by_key(buffer.observations)
-        rows = {key: stored[key].reshape(-1, *spaces_by_key[key].shape) for key in stored}
-        self._rollouts.append({key: row.copy() for key, row in rows.items()})
+        if self._latest is buffer.observations:
+            self._rollouts.pop()
+        self._latest = buffer.observations
+        shapes, stored = spaces_of(agent), _by_key(buffer.observations)
+        rows = {key: stored[key][: buffer.pos].copy() for key in stored}
+        self._rollouts.append({key: rows[key].reshape(-1, *shapes[key].shape) for key in rows})
         while sum(map(_length, self._rollouts[1:])) >= self.n:
             del self._rollouts[0]
 
