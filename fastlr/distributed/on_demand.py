@@ -325,9 +325,18 @@ def graphs_without_saved_tensors() -> Iterator[None]:
         mode.saves_nothing = before
 
 
+def has_numbers(tensor: Tensor) -> bool:
+    """Return True for floating-point numbers that any operation takes.
+
+    Those of a quantised tensor's subclass go through few.
+    """
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.is_floating_point() and (not own or is_on_demand(tensor))
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor without its graph; a floating-point one in this dtype, on demand if it is so."""
-    if not tensor.is_floating_point():
+    """A tensor without its graph, in this dtype if it `has_numbers`, on demand if it is so."""
+    if not has_numbers(tensor):
         return tensor.detach()
     return derived(tensor, dtype, lambda values: values.detach().to(dtype))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost import program
+from fastlr.ghost.tokens import address
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
@@ -140,8 +141,8 @@ def places(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
     And where other tensors are.
     """
     tensors = (*model.parameters(), *model.buffers())
-    of_model = tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in tensors)
-    return of_model, tuple(t.data_ptr() for t in others)
+    of_model = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
+    return of_model, tuple(map(address, others))
 
 
 class ShapeChanged(Exception):

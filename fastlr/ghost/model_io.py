@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
@@ -281,8 +282,7 @@ def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
         x: its inputs.
         dtype: of plain floating-point tensors among the modules' attributes meanwhile.
     """
-    args, kwargs = _arguments(x)
-    with forward_pass(model, dtype=dtype), uncompiled():
+    with arguments(x) as (args, kwargs), forward_pass(model, dtype=dtype), uncompiled():
         return model(*args, **kwargs)
 
 
@@ -311,14 +311,8 @@ def call_with(
         if tensor is not None and id(tensor) in held
     }
     passing = forward_pass(model, dtype=dtype, watched=False)
-    with passing, uncompiled(), within or nullcontext():
-        return functional_call(model, places, *_arguments(x), tie_weights=False)
-
-
-def _arguments(x: Any) -> tuple[tuple, dict]:
-    if isinstance(x, dict):
-        return (), x
-    return (x if isinstance(x, tuple) else (x,)), {}
+    with arguments(x) as given, passing, uncompiled(), within or nullcontext():
+        return functional_call(model, places, *given, tie_weights=False)
 
 
 def select_output(result: Any, output: OutputSelector) -> Tensor:

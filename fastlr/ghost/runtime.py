@@ -24,6 +24,7 @@ from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.state import train_flags_kept
+from fastlr.ghost.tokens import storage
 from fastlr.ghost.writes import unchanged
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
 from fastlr.ops.deferred_checks import out_of_memory
@@ -165,14 +166,14 @@ def _saved_bytes(view: ModelView, forward: Callable[[], Tensor]) -> tuple[int, i
     def saved(t: Tensor) -> Any:
         kept = pack(t)
         if isinstance(kept, Tensor):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storages[storage(t)] = t.untyped_storage().nbytes()
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(saved, unpack):
         output = forward()
     storages[output.data_ptr()] = output.nbytes
     for t in view.tensors_in_memory():
-        storages.pop(t.untyped_storage().data_ptr(), None)
+        storages.pop(storage(t), None)
     return sum(storages.values()), output.nbytes
 
 

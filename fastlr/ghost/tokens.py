@@ -121,6 +121,14 @@ def address(t: Tensor) -> int:
         return 0
 
 
+def storage(t: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own, as some subclasses."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Its text, which takes torch long to make."""

@@ -71,7 +71,7 @@ class _Held:
     def __init__(self, module: nn.Module, name: str, tensor: Tensor, is_parameter: bool) -> None:
         self.module, self.name, self.tensor = module, name, tensor
         self.is_parameter = is_parameter
-        self.values: Tensor | None = None
+        self.values: Any = None
 
     def prepare(self) -> None:
         """Make room for the values."""
@@ -83,7 +83,6 @@ class _Held:
     @property
     def differs(self) -> bool:
         """True if the tensor has other values than the copy, or another dtype."""
-        assert self.values is not None
         now = _once_each(self.tensor.data)
         return now.dtype != self.values.dtype or not torch.equal(now, self.values)
 

@@ -24,17 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import InputError, ModelError
-from fastlr.metrics.unit_axes import PRODUCTS, UnitAxes, functions_named, tensors_in
+from fastlr.ghost.tokens import storage
+from fastlr.metrics.unit_axes import PRODUCTS, UnitAxes, named, tensors_in
+from fastlr.metrics.written_relus import WrittenReLUs
 from fastlr.ops.torch_private import Convolution, no_torch_function
 
 RELU = {"relu", "relu6"}
-
-
 _ACTIVATIONS = "relu relu6 hardswish gelu silu mish elu selu celu leaky_relu prelu rrelu hardtanh"
 FUNCTIONS = {
-    function: name.replace("_", "")
-    for names in (_ACTIVATIONS, _ACTIVATIONS.replace(" ", "_ ") + "_")
-    for function, name in functions_named(names, F, torch, Tensor).items()
+    function: name.replace("_", "") for name in _ACTIVATIONS.split() for function in named(name)
 }
 # Written-out formulas (Hugging Face's NewGELUActivation, a user's SquaredReLU) are known by the
 # names of their classes.
@@ -97,7 +95,7 @@ class Watch(TorchFunctionMode):
         self.activations: dict[tuple[str, str, int], Activation] = {}
         self.layer_input: Tensor | None = None
         self.axes = UnitAxes(self._is_weight)
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()} - {0}
+        self.weights = {storage(p) for p in model.parameters()} - {0}
         self.thread = threading.get_ident()
         self.here: set[str] = set()  # names of the modules that ran in this thread, in all passes
         self.elsewhere: set[str] = set()
@@ -110,6 +108,8 @@ class Watch(TorchFunctionMode):
         self.seen: dict[tuple[str, str], int] = {}
         self.axes.forget()
         self.origins = WeakTensorKeyDictionary()
+        self.kinds = WeakTensorKeyDictionary()  # of the activations, by their results
+        self.written = WrittenReLUs(self.axes.of)
         self.layer_input = None
 
     @contextmanager
@@ -203,7 +203,8 @@ class Watch(TorchFunctionMode):
             if active:
                 self.inside -= 1
                 if self.inside == 0 and isinstance(result, Tensor):
-                    self._add(_plain(type(module).__name__), result)
+                    kind = self.kinds.get(result) or _plain(type(module).__name__)
+                    self._add(kind, result)
             if self.path:
                 self.path.pop()
 
@@ -215,18 +216,22 @@ class Watch(TorchFunctionMode):
         """Run a function of torch and look at its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results = tensors_in(result)
+        # ``x[x < 0] = 0`` returns nothing.
+        outcome = args[0] if func is Tensor.__setitem__ else result
+        results = tensors_in(outcome)
         if not results:
             return result
         operands = tensors_in((args, kwargs))
+        kind = self.written.kind(func, args, kwargs, outcome) or self.functions.get(func)
         self.axes.follow(func, args, kwargs, operands, results)
         origin = self._origin(func, operands)
         if origin is not None:
             for t in results:
                 self.origins[t] = origin
-        kind = self.functions.get(func)
-        of_parameter = bool(operands) and isinstance(operands[0], nn.Parameter)
-        if kind and self.inside == 0 and not of_parameter:
+        if operands and isinstance(operands[0], nn.Parameter):
+            kind = None
+        self.kinds[results[0]] = kind
+        if kind and self.inside == 0:
             self._add(kind, results[0])
         return result
 
@@ -301,11 +306,7 @@ class Watch(TorchFunctionMode):
 
     def _is_weight(self, t: Tensor) -> bool:
         """Return True for a parameter of two axes or more, and for views of one."""
-        return (
-            t.layout == torch.strided
-            and t.ndim >= 2
-            and t.untyped_storage().data_ptr() in self.weights
-        )
+        return t.ndim >= 2 and storage(t) in self.weights
 
     def _origin(self, func: Any, operands: list[Tensor]) -> Origin | None:
         """Return the layer that a function's results come from; None if from no layer."""

@@ -127,9 +127,10 @@ def dormant_ratio(
     Counted are calls of relu, relu6, hardswish, gelu, silu, mish, elu, selu, celu, leaky_relu,
     prelu, rrelu and hardtanh, as modules, functions or methods, in place or not; also modules Tanh,
     Softplus, Softsign and small modules named after an activation, such as Hugging Face's
-    NewGELUActivation. Not counted: gates (sigmoid, hardsigmoid, softmax) and, as parts of formulas,
-    the functions tanh and clamp: see ``also``. A module or function used several times is a layer
-    each time.
+    NewGELUActivation. A ReLU or ReLU6 of a layer's output counts as one if it is written out:
+    ``h.clamp(0, 6)``, ``h * (h > 0)``. Not counted: gates (sigmoid, hardsigmoid, softmax) and, as
+    part of formulas, the function tanh: see ``also``. A module or function used several times is a
+    layer each time.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.

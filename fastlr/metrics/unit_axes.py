@@ -21,33 +21,23 @@ from fastlr.ops.torch_private import no_torch_function, tree_leaves, tree_map
 Axes = tuple[int, ...]
 
 
-def functions_named(names: str, *owners: Any) -> dict[Any, str]:
-    """Return the functions of these names that any of the modules and classes has, each's name.
+def named(names: str) -> set[Any]:
+    """Return torch's functions of these names, in place or not, and the operators among them.
 
     Args:
         names: Separated by spaces.
-        owners: Modules and classes.
     """
-    return {
-        getattr(owner, name): name
-        for owner in owners
-        for name in names.split()
-        if hasattr(owner, name)
-    }
+    forms = " ".join(f"{n} {n}_ __{n}__ __r{n}__ __i{n}__" for n in names.split()).split()
+    owners = F, torch, Tensor
+    return {getattr(owner, n) for owner in owners for n in forms if hasattr(owner, n)}
 
 
 _CHANNEL_NORMS = {F.batch_norm, F.group_norm, F.instance_norm}
 _LAST_NORMS = {F.layer_norm, F.rms_norm}
 CONVOLUTIONS = {getattr(F, f"conv{kind}{n}d"): n for kind in ("", "_transpose") for n in (1, 2, 3)}
-PRODUCTS = {
-    *functions_named("matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__", torch, Tensor),
-    F.scaled_dot_product_attention,
-}
-MOVES = {
-    *functions_named(
-        "permute transpose swapaxes swapdims movedim moveaxis t adjoint", torch, Tensor
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+PRODUCTS = named("matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention")
+MOVES = named("permute transpose swapaxes swapdims movedim moveaxis t adjoint") | {
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
 }
 _SIZE = 10_007  # of the axis that is looked for: a prime, so that no other axis has it
 

@@ -1,11 +1,13 @@
-"""What the report says of inputs that all samples share, and of outputs that are of all of them."""
+"""Inputs that all samples share or a pass changes, and outputs that are of all samples."""
 
+import copy
+import threading
 import warnings
 
 import torch
 from expected import refused, warned
 from pytest import mark
-from single_samples import Written
+from single_samples import Written, truth
 from torch import nn
 
 import fastlr
@@ -101,3 +103,81 @@ def test_an_estimate_over_rows_that_all_samples_use_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fastlr.estimate(apart, inputs, 16, batch_size=8)
+
+
+# -- objects among the inputs
+# --------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """An object that is neither a tensor nor a container."""
+
+    def __init__(self, rows=None):
+        self.rows, self.calls, self.function = rows, 0, lambda: 0
+
+
+def cached(held, h):
+    """As a key-value cache does."""
+    held.rows = h.detach() if held.rows is None else torch.cat([held.rows, h.detach()])
+    return held.rows[: len(h)]
+
+
+def counted(held, h):
+    held.calls += 1
+    return held.calls
+
+
+def kept(held, h):
+    held.lock = threading.Lock()
+    return vars(held).setdefault("total", held.rows.sum())
+
+
+def written(held, h):
+    return held.rows.add_(1)
+
+
+def given(held, h):
+    return next(held)
+
+
+def drawn(held, h):
+    return torch.rand((), generator=held)
+
+
+def with_object(factor):
+    return towers(lambda m, x, held: m.f(x) * factor(held, m.f(x)))
+
+
+ROWS = torch.ones(8, 3)
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+@mark.parametrize(
+    ("factor", "held"),
+    [
+        (cached, Held()),
+        (counted, Held()),
+        (kept, Held(ROWS)),
+        (given, iter([3.0, 5.0])),
+        (drawn, GENERATOR),
+    ],
+)
+def test_each_pass_has_an_object_among_the_inputs_to_itself(factor, held):
+    model, v = with_object(factor), torch.randn(8, 3)
+    found = fastlr.per_sample_grad_sq_norms(model, (X, held), v)
+    alone = [truth(model, (X[i : i + 1], copy.deepcopy(held)), v[i : i + 1]) for i in range(8)]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-5, atol=0)
+
+
+@mark.parametrize(
+    ("factor", "held", "message"),
+    [
+        (cached, Held(ROWS), r"tensors of input held \(Held\).*leave it out"),
+        (written, Held(ROWS), "samples cannot be picked"),
+        (given, (1.0 for _ in X), r"uses up input held \(generator\): pass a list"),
+    ],
+)
+def test_an_object_that_cannot_be_given_to_each_sample_is_refused(factor, held, message):
+    with refused(message):
+        fastlr.per_sample_grad_sq_norms(with_object(factor), {"x": X, "held": held}, ROWS)
+    assert next(held) if factor is given else held.rows.equal(torch.ones(8, 3))

@@ -271,6 +271,48 @@ def test_which_units_count():
     assert list(more.layers) == ["(model):relu", "swish", "(model):tanh", "(model):hardsigmoid"]
 
 
+class NamedReLU(nn.Module):
+    def forward(self, h):
+        return torch.where(0 < h, h, 0)
+
+
+WRITTEN_RELUS = """
+h.clamp(min=0) | torch.clamp(h, ZERO, SIX) | h.clamp_(0, 6) | torch.clip(h, 0, None)
+torch.clamp_min(h, 0) | h.clamp_min_(0) | torch.maximum(torch.zeros_like(h), h)
+torch.max(h / 3, torch.zeros(h.shape)) | torch.fmax(h, ZERO)
+-torch.minimum(-h, ZERO) | torch.where(h < 0, 0, h) | h * (h > 0) | (h >= 0).to(h.dtype) * h
+h.mul_(~h.lt(0)) | h.masked_fill(h < 0, 0.0) | h.__setitem__(h < 0, 0) or h | (h + h.abs()) / 2
+torch.heaviside(h, ZERO) * h | nn.Threshold(0, 0)(h) | F.threshold_(h, 0, 0) | F.hardtanh(h, 0, 6)
+NamedReLU
+"""
+OTHERS = """
+h.clamp(min=1e-6) | torch.maximum(h, 0.1 * h) | (h > 0).float() | h * (SIX > 3)
+torch.maximum(h, h @ torch.eye(16)) | h.abs().clamp(min=0) | (h > 0) * h.add_(1).sin_()
+(h > 0) * 2.0 + 1
+"""
+
+
+def forms(text):
+    return text.strip().replace("\n", " | ").split(" | ")
+
+
+@mark.parametrize("form", forms(WRITTEN_RELUS) + forms(OTHERS))
+def test_a_relu_that_is_written_out_counts_as_one(form):
+    """With dead, live and always active units, in one batch or several; what is none does not."""
+    torch.manual_seed(0)
+    a, b = nn.Linear(8, 16), nn.Linear(16, 16)
+    b.bias.data += torch.tensor([-100.0, 0.0, 0.0, 100.0]).repeat(4)
+    names = {**globals(), "ZERO": torch.tensor(0.0), "SIX": torch.full((16,), 6.0)}
+    activation = Written(lambda _, h: eval(form, names | {"h": h}))
+    model = nn.Sequential(a, nn.ReLU(), b, NamedReLU() if form == "NamedReLU" else activation)
+    x = torch.randn(32, 8)
+    expected = metrics.dormant_ratio(nn.Sequential(a, nn.ReLU(), b, nn.ReLU()), x).details
+    assert 4 <= expected["dormant"] < 12
+    for given in (x, iter(x.split(4))):
+        counts = metrics.dormant_ratio(model, given).details
+        assert (counts == expected) == (form in forms(WRITTEN_RELUS))
+
+
 def test_a_silent_layer_is_dormant_at_every_threshold():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.GELU())
     model[0].bias.data.fill_(-100.0)

@@ -21,7 +21,7 @@ from fastlr.ghost.factors import Factor, Norms
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ghost.sample_axis import Regular
-from fastlr.ghost.tokens import version
+from fastlr.ghost.tokens import address, version
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (
@@ -86,7 +86,7 @@ def _weakly(t: Tensor | None) -> Callable[[], Tensor | None]:
 
 
 def _identity(t: Tensor | None) -> tuple | None:
-    return None if t is None else (id(t), t.data_ptr(), version(t))
+    return None if t is None else (id(t), address(t), version(t))
 
 
 class FoldedWeights:

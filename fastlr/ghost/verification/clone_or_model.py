@@ -33,6 +33,7 @@ from fastlr.ghost.graph import walk
 from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import emptied_caches
+from fastlr.ghost.tokens import storage
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import DispatchMode, hooks_of_all_modules, tree_leaves
 
@@ -183,7 +184,7 @@ class CloneOrModel:
         z = select_output(self._watched(tensors, x, dtype, operations), self.view.output)
         graph = walk(z, tensors)
         leaves = {id(graph.nodes[i].variable) for i in graph.others} | {id(z)}
-        used = {_storage(tensors[name]) for name in graph.parameters.values()}
+        used = {storage(tensors[name]) for name in graph.parameters.values()}
         return not operations.found and leaves.isdisjoint(self._own.ids) and used <= operations.seen
 
 
@@ -212,11 +213,7 @@ class _Own:
             if t is not None
         ]
         self.ids = frozenset(map(id, held))
-        self.storages = frozenset(map(_storage, held)) - {0}
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
+        self.storages = frozenset(map(storage, held)) - {0}
 
 
 class _Calls(TorchFunctionMode):
@@ -263,7 +260,7 @@ class _Operations(DispatchMode):
     def _note(self, tensors: list[Tensor]) -> None:
         """Note which memory an operation on these tensors reads."""
         try:
-            read = set(map(_storage, tensors))
+            read = set(map(storage, tensors))
         except RuntimeError:
             wraps_tensors_that_it_does_not_show = True  # as a nested tensor does
             self.found = wraps_tensors_that_it_does_not_show

@@ -131,7 +131,7 @@ def _perturbed(
     Trainable ones by additive noise, so that nothing is zero; buffers and frozen parameters by a
     factor, so that signs, zeros and infinities stay, and what they switch off stays off.
     """
-    if not t.is_floating_point():
+    if not trainable and not on_demand.has_numbers(t):
         return t.detach().clone()
     noise = _noise(t, generator)
     if trainable:
@@ -143,7 +143,7 @@ def _perturbed(
 
 def _moved(t: Tensor, step: float, seed: int) -> Tensor:
     """A parameter whose every value is moved by a random part of itself."""
-    if not t.is_floating_point():
+    if not on_demand.has_numbers(t):
         return t.detach()
 
     def make(values: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def with_buffers_moved(
     zero = {
         n: t
         for n, t in (*model.named_buffers(), *model.named_parameters())
-        if n not in view.parameters and t.is_floating_point() and t.numel()
+        if n not in view.parameters and on_demand.has_numbers(t) and t.numel()
         if not n.endswith("running_mean") and not bool(t.any())
     }
     if not zero:
@@ -211,6 +211,14 @@ def _float64(
     return Subject(name, view, view.module, tensors, chosen, torch.float64, clone_or_model)
 
 
+def _deep_copy(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    clone = copy.deepcopy(model).double()
+    with torch.no_grad():
+        for n, t in (*clone.named_parameters(), *clone.named_buffers()):
+            t.copy_(tensors[n])
+    return clone
+
+
 def subjects(
     view: ModelView, scale: float, seed: int, clone_or_model: CloneOrModel | None = None
 ) -> Iterator[Subject]:
@@ -225,12 +233,9 @@ def subjects(
     yield _float64("perturbed float64 copy", view, tensors, clone_or_model)
     clone = None
     if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
-        with suppress(Exception):  # whatever objects that it holds raise when they are copied
-            clone = copy.deepcopy(model).double()
+        with suppress(Exception):  # whatever objects and tensors that it holds raise
+            clone = _deep_copy(model, tensors)
     if clone is not None:
-        with torch.no_grad():
-            for n, t in (*clone.named_parameters(), *clone.named_buffers()):
-                t.copy_(tensors[n])
         chosen = {n: p for n, p in clone.named_parameters() if n in view.parameters}
         yield Subject("perturbed float64 deep copy", view, clone, None, chosen, torch.float64)
         del chosen

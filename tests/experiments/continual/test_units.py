@@ -28,6 +28,12 @@ def leaky(m, x):
     return m.head(h) + sum(map(sum, h.tolist()))
 
 
+def written_out(m, x):
+    h = m.a(x)
+    h = m.b(torch.maximum(h * (h > 0), torch.zeros_like(h)))
+    return m.head(torch.where(h < 0, 0, h))
+
+
 def twice(m, x):
     return m.head(F.relu(m.a(F.relu(m.a(x)))))
 
@@ -48,6 +54,11 @@ CASES = {
         Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5), head=nn.Linear(5, 2)),
         FLAT,
         {"a": ["a"]},
+    ),
+    "written out": (
+        Written(written_out, a=nn.Linear(6, 5), b=nn.Linear(5, 4), head=nn.Linear(4, 2)),
+        FLAT,
+        {"a": ["a"], "b": ["b"]},
     ),
     "in place and pooled": (
         nn.Sequential(

@@ -20,29 +20,20 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.copies import subjects
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
-from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, functions_named, place_of, tensors_in
+from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
+from fastlr.metrics.written_relus import ELEMENTWISE
 from fastlr.ops.torch_private import BatchNorm, Convolution, tree_leaves
 
-
-def _named(names: str) -> set[Any]:
-    """Functions of these names, in place or not, wherever torch has them."""
-    in_place = " ".join(f"{name}_" for name in names.split())
-    return {*functions_named(f"{names} {in_place}", F, torch, Tensor)}
-
-
-_ELEMENTWISE = set(FUNCTIONS) | _named(
-    "sigmoid hardsigmoid logsigmoid tanh softplus softsign threshold clamp clamp_min clamp_max "
-    "clip square abs clone contiguous detach to type_as float double half bfloat16 dropout "
-    "dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"
+_ELEMENTWISE = {*FUNCTIONS, *ELEMENTWISE} | named(
+    "sigmoid hardsigmoid logsigmoid tanh softplus softsign square dropout dropout1d dropout2d "
+    "dropout3d alpha_dropout feature_dropout feature_alpha_dropout"
 )
 _POOL_KINDS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
-_POOLS = _named(" ".join(f"{kind}_pool{n}d" for kind in _POOL_KINDS for n in (1, 2, 3))) | {F.pad}
-_SHAPES = _named("flatten view reshape squeeze unsqueeze")
-_MEANS = _named("mean amax sum")
-_PRODUCTS = _named(
-    "mul multiply div divide true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__"
-)
-_SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__")
+_POOLS = named(" ".join(f"{kind}_pool{n}d" for kind in _POOL_KINDS for n in (1, 2, 3))) | {F.pad}
+_SHAPES = named("flatten view reshape squeeze unsqueeze")
+_MEANS = named("mean amax sum")
+_PRODUCTS = named("mul multiply div divide truediv true_divide")
+_SUMS = named("add sub subtract rsub")
 
 
 @dataclasses.dataclass(frozen=True)
