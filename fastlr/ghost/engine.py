@@ -45,7 +45,7 @@ from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.writes import ModelState, unchanged
+from fastlr.ghost.writes import first_writes, unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
@@ -103,7 +103,6 @@ class Engine:
         self._plan: Plan | None = None  # of the last call
         self._writes_inputs: bool | None = None  # None: not known yet
         self._warned: set[str] = set()
-        self._state: ModelState | None = None  # of the last call
 
     @property
     def model(self) -> nn.Module:
@@ -164,10 +163,9 @@ class Engine:
             torch.inference_mode(False),
             quiet_rng(self.view.device),
             without_cudnn(self.view.device, self.parameters.values()),
-            unchanged(self.model) as state,
+            unchanged(self.model),
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
         ):
-            self._state = state
             try:
                 with refusals(self.view, x), self.without_caches(x):
                     return self._run_with_less_folded_where_it_fails(x, cotangent)
@@ -361,7 +359,7 @@ class Engine:
 
     def _forward(self, x: Any) -> Tensor:
         """Run the model folded, on copies of the inputs unless it is known to write to none."""
-        first_writes = self._state and self._state.first_writes
+        writes_before = first_writes(self.model)
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
@@ -375,7 +373,7 @@ class Engine:
                 "pass them again"
             )
         self._writes_inputs = written or bool(self._writes_inputs)
-        if self._state and self._state.first_writes != first_writes:
+        if first_writes(self.model) != writes_before:
             return self._forward(x)  # now the graph keeps copies of what the pass writes
         return z
 

@@ -301,20 +301,26 @@ def _state_of(model: nn.Module) -> ModelState | None:
     return next((state for state in _open.get()[::-1] if id(model) in state.ids), None)
 
 
+def first_writes(model: nn.Module) -> int:
+    """Return the number of tensors that passes have written here, and none before in this mode."""
+    state = _state_of(model)
+    return 0 if state is None else state.first_writes
+
+
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[ModelState]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Put back after this context what passes have written into a model, and its attributes."""
     state = _state_of(model)
     if state is not None:
         try:
-            yield state
+            yield
         finally:
             state.restore()
         return
     state = ModelState(model)
     token = _open.set((*_open.get(), state))
     try:
-        yield state
+        yield
     finally:
         _open.reset(token)
         state.restore()
@@ -335,8 +341,9 @@ def forward_pass(
         yield
         return
     outer = _state_of(model)
-    with unchanged(model) if outer is None else nullcontext(outer) as own:
+    with unchanged(model) if outer is None else nullcontext():
         states = _open.get()
+        own = outer or states[-1]
         for state in states:
             state.begin_pass()
         kept = [(state, Attributes(module)) for state in states for module in state.modules]
