@@ -361,7 +361,10 @@ def checked_group(group: Any) -> Any:
 
 def digests_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
     """Return two sums over the bits of each tensor, by "values of" its name."""
-    return {f"values of {name}": bit_sums(t.detach()).tolist() for name, t in named}
+    by_name = {f"values of {name}": bit_sums(t.detach()) for name, t in named}
+    sums = list(by_name.values())
+    together = [pair.to(sums[0].device) for pair in sums]  # one wait for the device
+    return dict(zip(by_name, torch.stack(together).tolist() if sums else []))
 
 
 def bit_sums(t: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.writes import first_writes, unchanged
+from fastlr.ghost.writes import unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
@@ -359,7 +359,6 @@ class Engine:
 
     def _forward(self, x: Any) -> Tensor:
         """Run the model folded, on copies of the inputs unless it is known to write to none."""
-        writes_before = first_writes(self.model)
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
@@ -373,8 +372,6 @@ class Engine:
                 "pass them again"
             )
         self._writes_inputs = written or bool(self._writes_inputs)
-        if first_writes(self.model) != writes_before:
-            return self._forward(x)  # now the graph keeps copies of what the pass writes
         return z
 
     def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
-from fastlr.ghost.writes import copied_if_written, forward_pass
+from fastlr.ghost.writes import copied_if_written, forward_pass, run_twice_if_it_writes
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
@@ -237,7 +237,8 @@ class ModelView:
     def forward(self, x: Any) -> Tensor:
         """Return the output for inputs, with its graph."""
         with torch.enable_grad():
-            result = call(self.module, x)
+            run = partial(call, self.module)
+            result = run_twice_if_it_writes(self.module, x, run)
         return select_output(result, self.output)
 
     def outputs(self, x: Any) -> Tensor:

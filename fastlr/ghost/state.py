@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fastlr.ghost.introspection import is_instance
 from fastlr.ghost.program import INTERNAL
@@ -27,15 +28,6 @@ _CONTAINERS = _DICTS.union(map(id, (list, set, deque)))
 _MOST = 256  # entries of a container that are looked at
 _REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
 _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
-
-
-def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The plain containers among a module's attributes, each with a copy."""
-    return [
-        (value, value.copy())
-        for name, value in held.items()
-        if name not in INTERNAL and id(type(value)) in _CONTAINERS
-    ]
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -56,72 +48,56 @@ def train_flags_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = flag
 
 
-def reached_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model, and those that their attributes hold outside of its tree."""
-    modules = all_modules(model)
-    known = set(map(id, modules))
-    for module in modules:  # which grows meanwhile
-        for name, value in vars(module).items():
-            if name in INTERNAL:
-                continue
-            for entry in (value, *_entries_of(value)):
-                if issubclass(type(entry), nn.Module) and id(entry) not in known:
-                    parts = [part for part in all_modules(entry) if id(part) not in known]
-                    known.update(map(id, parts))
-                    modules += parts
-    return modules
-
-
-def _entries_of(value: Any) -> Iterable[Any]:
-    """Return the entries of a container, at most `_MOST`."""
-    kind = type(value)
-    if kind is tuple or id(kind) in _CONTAINERS:
-        return islice(value.values() if id(kind) in _DICTS else value, _MOST)
-    return ()
-
-
 class Attributes:
-    """The state of one module.
+    """The state of one module, but for the values of tensors.
 
-    Its entries, the contents of those that are containers, and which buffers it has.
+    Attributes:
+        module: The module.
+        held: Its attributes by name, as they are now.
+        parts: Tensors and modules that its attributes and their containers hold, with names.
     """
 
-    __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module", "no_hooks")
+    __slots__ = ("_buffers", "_built", "_contents", "_entries", "_hooks", "held", "module", "parts")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
-        self.entries = self.held.copy()
-        self.contents = _containers(self.entries)
-        registries = [self.held[n] for n in _HOOKS if n in self.held]
-        self.hooks = [(registry, registry.copy()) for registry in registries if registry]
-        self.no_hooks = [registry for registry in registries if not registry]
-        self.buffers = dict(module._buffers.items())
-        self.built = (*module._modules.values(), *module._parameters.values())
-
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and values of the attributes, and of the entries of containers among them."""
-        for name, value in self.entries.items():
-            if name in INTERNAL:
-                continue
-            yield name, value
-            yield from ((name, entry) for entry in _entries_of(value))
+        self._entries = self.held.copy()
+        self._contents: list[tuple[Any, Any]] = []
+        self.parts: list[tuple[str, Any]] = []
+        hooks = filter(None, map(self.held.get, _HOOKS))
+        self._hooks = [(registry, registry.copy()) for registry in hooks]
+        self._buffers = dict(module._buffers.items())
+        self._built = (*module._modules.values(), *module._parameters.values())
+        for name in self.held.keys() - INTERNAL:
+            value = self.held[name]
+            kind = type(value)
+            if kind is tuple or id(kind) in _CONTAINERS:
+                if kind is not tuple:
+                    self._contents.append((value, value.copy()))
+                entries = value.values() if id(kind) in _DICTS else value
+                self.parts += [(name, e) for e in islice(entries, _MOST) if _is_part(e)]
+            elif _is_part(value):
+                self.parts.append((name, value))
 
     def restore(self) -> bool:
-        """Put back what differs in the module; False if it has built other parts, and stays."""
-        parts = (*self.module._modules.values(), *self.module._parameters.values())
-        if not _same(parts, self.built):
+        """Put back what differs in the module; False if it has built other parts, and stays.
+
+        Hooks that were registered since also stay: see `remove_hooks_since`.
+        """
+        module, held, entries = self.module, self.held, self._entries
+        built = (*module._modules.values(), *module._parameters.values())
+        if not _same(built, self._built):
             return False
-        module, held, entries = self.module, self.held, self.entries
         if not (_same(held, entries) and all(map(is_, held.values(), entries.values()))):
-            self._entries()
-        for value, before in self.contents:
+            self._put_back_entries()
+        for value, before in self._contents:
             _refill(value, before)
-        for registry, before in self.hooks:
-            _refill(registry, before)
-        if any(self.no_hooks):
-            for registry in self.no_hooks:
+        for registry, before in self._hooks:
+            if not before.keys() <= registry.keys():
+                now = registry.copy()
                 registry.clear()
-        if not _same(module._buffers.values(), self.buffers.values()):
+                registry.update(before | now)
+        if not _same(module._buffers.values(), self._buffers.values()):
             self._put_back_buffers()
         return True
 
@@ -129,16 +105,44 @@ class Attributes:
         buffers: Any = self.module._buffers
         if isinstance(buffers, _REGISTRIES):
             buffers.clear()
-        for name, buffer in self.buffers.items():
+        for name, buffer in self._buffers.items():
             buffers[name] = buffer
 
-    def _entries(self) -> None:
-        module = self.module
-        for name in [n for n in self.held if n not in self.entries and n not in INTERNAL]:
+    def _put_back_entries(self) -> None:
+        for name in [n for n in self.held if n not in self._entries and n not in INTERNAL]:
             del self.held[name]
-        for name, value in self.entries.items():
-            if name not in module._buffers and self.held.get(name, self) is not value:
+        for name, value in self._entries.items():
+            if name not in self.module._buffers and self.held.get(name, self) is not value:
                 self.held[name] = value
+
+
+def _is_part(value: Any) -> bool:
+    kind = type(value)
+    return kind is Tensor or kind is nn.Parameter or issubclass(kind, nn.Module)
+
+
+def attributes_of(model: nn.Module) -> list[Attributes]:
+    """Return the state of a model's modules, and of those that attributes of theirs hold."""
+    modules = all_modules(model)
+    known = set(map(id, modules))
+    attributes = list(map(Attributes, modules))
+    for one in attributes:  # which grows meanwhile
+        for _, part in one.parts:
+            if id(part) not in known and isinstance(part, nn.Module):
+                others = [module for module in all_modules(part) if id(module) not in known]
+                known.update(map(id, others))
+                attributes += map(Attributes, others)
+    return attributes
+
+
+def remove_hooks_since(number: int, modules: Iterable[nn.Module]) -> None:
+    """Remove the hooks of modules that were registered since a handle would have had a number."""
+    if RemovableHandle.next_id == number:
+        return
+    for held in map(vars, modules):
+        for registry in filter(None, map(held.get, _HOOKS)):
+            for handle in [handle for handle in registry if handle >= number]:
+                del registry[handle]
 
 
 def _refill(value: Any, before: Any) -> None:

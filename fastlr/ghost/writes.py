@@ -15,22 +15,25 @@ written there is refused as random. A graph keeps a copy of whatever else its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError, few
-from fastlr.ghost.introspection import attribute, weakly_by_module
-from fastlr.ghost.state import Attributes, cast_attributes, emptied_caches, reached_modules
+from fastlr.ghost.batch import copied
+from fastlr.ghost.introspection import weakly_by_module
+from fastlr.ghost.state import attributes_of, cast_attributes, emptied_caches, remove_hooks_since
 from fastlr.ghost.tokens import TENSORS, address
 from fastlr.ops.torch_private import no_torch_function, saved_tensors_are_hooked
 
+_Result = TypeVar("_Result")
 LARGE = 1 << 16  # elements of a tensor that is copied only if a pass has written it
 
 _written = WeakTensorKeyDictionary()  # tensor -> modes in which a forward pass has written it
@@ -109,7 +112,7 @@ def _may_be_written(t: Any) -> bool:
     if type(t) is not Tensor and type(t) is not nn.Parameter:
         return False
     plain = t.layout is torch.strided and not (t.is_inference() or t.is_meta or t.is_nested)
-    return plain and address(t) != 0
+    return plain and (address(t) != 0 or not t.numel())
 
 
 def _keep(tensors: Iterable[_Held]) -> None:
@@ -125,20 +128,21 @@ class ModelState:
     """The state of a model, and of the modules that its attributes hold, when this was made.
 
     Attributes:
-        modules: The modules.
-        ids: Their ids.
+        attributes: State of the modules, but for the values of tensors.
+        ids: Ids of the modules.
         mode: Whether each of them is in train mode.
         built: Ids of those that have built submodules or parameters since: these stay as they are.
         first_writes: Number of tensors that a pass has written, and none before in this mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.modules = model, reached_modules(model)
+        self.model, self.attributes = model, attributes_of(model)
+        self.modules = [one.module for one in self.attributes]
         self.ids = frozenset(map(id, self.modules))
         self.mode = tuple([module.training for module in self.modules])
-        self.built: set[int] = set()
+        self.built: frozenset[int] = frozenset()
         self.first_writes = 0
-        self._attributes = list(map(Attributes, self.modules))
+        self._next_hook = RemovableHandle.next_id
         self._kept: list[_Held] = []  # before every pass
         self._written: list[_Held] = []  # those among them that passes write in this mode
         self._parameters: list[_Held] = []  # that passes write
@@ -148,6 +152,11 @@ class ModelState:
                 self._sort(held)
             _keep(self._kept + self._parameters)
 
+    @property
+    def is_new(self) -> bool:
+        """True before the first forward pass in this mode."""
+        return self.mode not in _watched_modes.get(self.model, ())
+
     def _tensors(self) -> Iterator[_Held]:
         """Yield the tensors that passes may write, each once, parameters first."""
         known = {id(held.tensor) for state in _open.get() for held in state._kept}
@@ -155,7 +164,7 @@ class ModelState:
         if not on_demand.active():
             places += ((module, module._parameters.items(), True) for module in self.modules)
         places += ((module, module._buffers.items(), False) for module in self.modules)
-        places += ((kept.module, kept.tensors(), False) for kept in self._attributes)
+        places += ((one.module, one.parts, False) for one in self.attributes)
         for module, named, are_parameters in places:
             for name, t in named:
                 if id(t) not in known and _may_be_written(t):
@@ -164,12 +173,11 @@ class ModelState:
 
     def _sort(self, held: _Held) -> None:
         """Enter a tensor where it belongs."""
-        t = held.tensor
-        modes = _written.get(t, ()) if len(_written) else ()
+        modes = _written.get(held.tensor, ()) if len(_written) else ()
         if held.is_parameter:
-            is_written = modes or attribute(held.module, "max_norm") is not None
+            is_written = modes or "max_norm" in vars(held.module)
             (self._parameters if is_written else self._large).append(held)
-        elif modes or t.numel() <= LARGE:
+        elif modes or held.tensor.numel() <= LARGE:
             self._kept.append(held)
             if self.mode in modes:
                 self._written.append(held)
@@ -180,15 +188,20 @@ class ModelState:
         """Put back the values of tensors, but for parameters."""
         self._put_back(self._kept)
 
-    def end_pass(self) -> None:
-        """Put back the values of tensors that passes write, but for parameters."""
+    def end_pass(self) -> list[nn.Module]:
+        """Put back the attributes, and the values of tensors that passes write.
+
+        Returns the modules of which that is done.
+        """
+        unbuilt = [one.module for one in self.attributes if one.restore()]
+        if len(unbuilt) < len(self.modules):
+            self.built = self.ids.difference(map(id, unbuilt))
         self._put_back(self._written)
+        return unbuilt
 
     def restore(self) -> None:
         """Put back all that differs."""
-        for kept in self._attributes:
-            if not kept.restore():
-                self.built.add(id(kept.module))
+        remove_hooks_since(self._next_hook, self.end_pass())
         self._put_back(self._kept + self._parameters)
 
     def _put_back(self, tensors: Sequence[_Held]) -> None:
@@ -208,8 +221,7 @@ class ModelState:
         Raises:
             ModelError: It has written to one of which there is no copy.
         """
-        modes = _watched_modes.setdefault(self.model, set())
-        is_new = self.mode not in modes
+        is_new = self.is_new
         with no_torch_function(), torch.no_grad():
             large = [] if on_demand.active() else self._large
             if is_new:
@@ -227,7 +239,7 @@ class ModelState:
                     lost = self._note(
                         [t for t, old, new in versions if old != new or (is_new and t.differs)]
                     )
-        modes.add(self.mode)
+        _watched_modes.setdefault(self.model, set()).add(self.mode)
         if lost:
             paths = {id(module): f"{path}." for path, module in self.model.named_modules() if path}
             names = [paths.get(id(held.module), "") + held.name for held in lost]
@@ -301,10 +313,17 @@ def _state_of(model: nn.Module) -> ModelState | None:
     return next((state for state in _open.get()[::-1] if id(model) in state.ids), None)
 
 
-def first_writes(model: nn.Module) -> int:
-    """Return the number of tensors that passes have written here, and none before in this mode."""
+def run_twice_if_it_writes(model: nn.Module, x: Any, forward: Callable[[Any], _Result]) -> _Result:
+    """Run a forward pass, and again where it is the first to write to a tensor.
+
+    The graph of the first one has no copy of that. Inputs are copied where they could be written.
+    """
     state = _state_of(model)
-    return 0 if state is None else state.first_writes
+    if state is None:
+        return forward(x)
+    before = state.first_writes
+    result = forward(copied(x) if state.is_new else x)
+    return result if state.first_writes == before else forward(x)
 
 
 @contextmanager
@@ -340,25 +359,22 @@ def forward_pass(
     if not isinstance(model, nn.Module):
         yield
         return
-    outer = _state_of(model)
-    with unchanged(model) if outer is None else nullcontext():
-        states = _open.get()
-        own = outer or states[-1]
-        for state in states:
-            state.begin_pass()
-        kept = [(state, Attributes(module)) for state in states for module in state.modules]
-        for module, name in emptied_caches():
-            vars(module)[name].clear()
-        if dtype is not None:
-            for state, attributes in kept:
-                if state is own:
-                    cast_attributes(attributes.held, dtype)
-        try:
-            with own.watched() if watched and outer else nullcontext(), own.saved_copies():
+    own, states = _state_of(model), _open.get()
+    others = [] if own else attributes_of(model)
+    next_hook = RemovableHandle.next_id
+    for state in states:
+        state.begin_pass()
+    for module, name in emptied_caches():
+        vars(module)[name].clear()
+    if dtype is not None:
+        for one in own.attributes if own else others:
+            cast_attributes(one.held, dtype)
+    try:
+        with own.watched() if own and watched else nullcontext():
+            with own.saved_copies() if own else nullcontext():
                 yield
-        finally:
-            for state, attributes in kept:
-                if not attributes.restore():
-                    state.built.add(id(attributes.module))
-            for state in states:
-                state.end_pass()
+    finally:
+        unbuilt = [one.module for one in others if one.restore()]
+        for state in states:
+            unbuilt += state.end_pass()
+        remove_hooks_since(next_hook, unbuilt)

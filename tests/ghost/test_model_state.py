@@ -162,6 +162,7 @@ class Writes(nn.Module):
         self.register_buffer("small", torch.zeros(3))
         self.register_buffer("large", torch.zeros(LARGE + 1))
         self.register_buffer("wide", torch.zeros(1).expand(4))
+        self.register_buffer("empty", torch.zeros(0))
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("var", torch.ones(5))
         self.tensor, self.big = torch.zeros(3), torch.zeros(LARGE + 1)
@@ -204,6 +205,7 @@ WAYS = {
     "buffer, another one": lambda net, x: setattr(net, "small", torch.ones(3)),
     "buffer, a new one": lambda net, x: net.layer.register_buffer("fresh", torch.ones(2)),
     "buffer, with a graph": lambda net, x: net.small.copy_(net.layer(x)[0]),
+    "buffer, resized": lambda net, x: net.empty.resize_(3),
     "large buffer": lambda net, x: net.large.add_(1),
     "large buffer, .data": lambda net, x: net.large.data.add_(1),
     "tensor": lambda net, x: net.tensor.add_(1),
