@@ -5,7 +5,7 @@ The processes are of this machine, and the pass is plain.
 Time: an estimate that the ranks share, its proof made before, over a plain pass of as many inputs
 under the same sharding; they take turns. Memory: the most that a rank holds, beyond what it held
 before there was a model, in a training step with AdamW, in the first measurement, which proves the
-model in float64, and in a later one, with whole parameters and on demand.
+model in float64, and in a later one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastlr
 from bench.paired import in_use, peak_bytes
-from fastlr.distributed import full_params
 
 VOCABULARY, RANKS = 512, 2
 CPU = torch.device("cpu")
@@ -81,12 +80,8 @@ def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
-    """Return this rank's bytes: at rest, at most in each work, of gradients, of whole parameters.
-
-    Pages of a file count where they are mapped into the process, as those of parameters on demand
-    are while they are used.
-    """
+def held(rank: int, sizes: Sizes) -> dict[str, int]:
+    """Return bytes of this rank: at rest, at most in each work, of gradients and parameters."""
     before = in_use(CPU)
     model, plain, estimator = made(rank, *sizes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
@@ -96,12 +91,9 @@ def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
         optimizer.step()
         optimizer.zero_grad()
 
-    def measure() -> None:
-        with full_params(model, whole=whole):
-            estimator.measure()
-
     step()  # makes the optimizer's state
     peaks = {"at rest": in_use(CPU) - before}
+    measure = estimator.measure
     for name, run in (("training step", step), ("first estimate", measure), ("estimate", measure)):
         peaks[name] = peak_bytes(run, CPU, before)
     shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
@@ -143,21 +135,9 @@ def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
 
 
 @pytest.mark.benchmark(group="fully_shard")
-@pytest.mark.parametrize("whole", [False, True])
-def test_memory(benchmark: BenchmarkFixture, quick: bool, whole: bool) -> None:
-    """Measure memory at 200 million parameters, as the most of the two ranks.
-
-    On demand it is less than in training without its gradients.
-    """
+def test_memory(benchmark: BenchmarkFixture, quick: bool) -> None:
+    """Measure memory at 200 million parameters, as the most of the two ranks."""
     sizes = (2, 64, 4, 16) if quick else (16, 1024, 4, 32)
-    results = benchmark.pedantic(
-        lambda: good(run_ranks(RANKS, held, sizes, whole, limit=3000)), rounds=1
-    )
+    results = benchmark.pedantic(lambda: good(run_ranks(RANKS, held, sizes, limit=3000)), rounds=1)
     most = {name: max(each[name] for each in results) for name in results[0]}
-    benchmark.extra_info |= {"contender": "memory, whole" if whole else "memory, on demand", **most}
-    if not (quick or whole):
-        for each in results:
-            assert (
-                max(each["first estimate"], each["estimate"])
-                < each["training step"] - each["gradients"]
-            )
+    benchmark.extra_info |= {"contender": "memory", **most}

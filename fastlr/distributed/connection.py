@@ -8,7 +8,10 @@ from __future__ import annotations
 import base64
 import importlib
 import logging
+import os
 import platform
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +22,6 @@ from torch import Tensor
 from fastlr.distributed.backends import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
 from fastlr.distributed.messaging import Board, check_timeout
 from fastlr.distributed.sharding import board_of, checked_group
-from fastlr.distributed.shared_file import host
 from fastlr.errors import DistributedError, InputError, one_line, warn
 from fastlr.ops.reference.reductions import fixed_order_sum
 
@@ -109,6 +111,17 @@ def route_for(tensor: Tensor, group: Any) -> Route:
     return chosen
 
 
+def machine() -> str:
+    """Return a name that processes share if they can map each other's memory.
+
+    It names the running kernel (its boot) and the process's namespace.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return platform.node()
+
+
 def load_extension() -> Any:
     """Return fastlr._C, or raise ImportError."""
     return importlib.import_module("fastlr._C")
@@ -153,7 +166,7 @@ def _offer(
     group: Any = None
     facts: dict[str, Any] = {
         "prefer": prefer,
-        "machine": host("pid", platform.node()),
+        "machine": machine(),
         "kind": device.type,
         "half": half,
         "reason": None,

@@ -3,17 +3,15 @@
 Afterwards they are as they were.
 
 In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters
-gathered, in each rank's memory or in a file that the ranks of a host share
-(fastlr.distributed.on_demand): forward passes of it exchange nothing, so ranks may run as many as
-they like, and none hangs. Neither the shards nor what fully_shard keeps about them is touched: a
+gathered in each rank's memory. Its forward passes exchange nothing: ranks may run any number of
+them, and none hangs. Neither the shards nor what fully_shard keeps about them is touched: a
 training goes on with the bits that it would have had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.distributed.on_demand import OnDemand
+from fastlr.distributed.connection import machine
 from fastlr.distributed.sharding import ALONE, ESTIMATE_TIMEOUT, Team, bit_sums, sharded, team
-from fastlr.distributed.shared_file import SUPPORTED, SharedFile, host
 from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
@@ -41,18 +38,13 @@ _REMEDY = (
     "(get_model_state_dict of torch.distributed.checkpoint.state_dict, with full_state_dict=True)"
 )
 
-PROOF = 28  # bytes for each parameter that a proof in float64 takes, as measured
 # Frozen shard -> the parameter that stood for it, and the sums of its bits.
 _frozen = WeakIdKeyDictionary()
 
 
 @contextmanager
-def full_params(
-    model: nn.Module, *, whole: bool | None = None, timeout: float = ESTIMATE_TIMEOUT
-) -> Iterator[Team]:
-    """Give a model under ``torch.distributed.fsdp.fully_shard`` whole parameters inside.
-
-    It has them on each of its ranks.
+def full_params(model: nn.Module, *, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+    """Give a model under ``torch.distributed.fsdp.fully_shard`` whole parameters on every rank.
 
     ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``,
     ``fastlr.support_report`` and `fastlr.integrations.Monitor` enter it by themselves; enter it to
@@ -60,30 +52,21 @@ def full_params(
     module under the names that the user knows: each rank measures what it likes by itself, and
     ``fastlr.estimate`` is shared by the ranks, as by `sharded`. The parameters are in the policy's
     ``param_dtype``, which modules compute in as they do when sharded, without gradients or
-    optimizer state. Each rank receives the bytes of all parameters but its own once, however much
-    is measured.
-
-    Either each rank holds all of them, or they are on demand: in a file without a name in the
-    folder for temporary files, one for the ranks of a host, from which a rank has a parameter in
-    memory only while something uses it, and its float64 for the proof likewise. The values are the
-    same to rounding, and it takes longer.
+    optimizer state. Each rank holds them all in memory; it receives the bytes of all but its own
+    once, however much is measured.
 
     Afterwards the model is as before: shards, gradients, hooks, classes. What is written into the
     whole parameters is lost; do not train inside. A model that is not sharded is left alone.
 
     Args:
         model: the whole model, sharded in any nesting.
-        whole: True for all parameters in each rank's memory, False for parameters on demand. None:
-            the former where they and the float64 of the proof fit in the free memory of every rank.
         timeout: seconds for which a rank waits for the others.
 
     Raises:
         ModelError: a sharding that cannot be gathered, named; or the parameters do not fit in a
             rank's memory.
-        InputError: within `sharded` of other ranks than the model's; ``whole=False`` on a system
-            other than Linux.
-        DistributedError: no room for the file; or a rank failed, ended, left, or did not come in
-            time.
+        InputError: within `sharded` of other ranks than the model's.
+        DistributedError: a rank failed, ended, left, or did not come in time.
 
     Example::
 
@@ -107,12 +90,10 @@ def full_params(
             )
         plain = stack.enter_context(ExitStack())
         with locked(model):
-            parameters, mode = _gathered(units, members, whole)
+            parameters = _gathered(units, members)
             plain.callback(_release, parameters)
             plain.enter_context(_plain(units, parameters))
         stack.callback(_shard_again, model, plain)
-        if mode is not None:
-            stack.enter_context(mode.active())
         yield members
 
 
@@ -184,30 +165,24 @@ def _ranks(group: Any) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _gathered(
-    units: list[Unit], members: Team, whole: bool | None
-) -> tuple[list[nn.Parameter], OnDemand | None]:
-    """Return the whole parameters of all units in their order, and the mode of those on demand.
+def _gathered(units: list[Unit], members: Team) -> list[nn.Parameter]:
+    """Return the whole parameters of all units in their order.
 
-    The mode is None if the parameters are in memory.
+    Every rank makes sure of memory for them before anything is exchanged. An error in the midst of
+    an exchange would leave the others waiting.
     """
     shards = [(shard, _dtype(shard, unit)) for unit in units for shard, _ in unit.shards]
     described: dict[str, Any] = {
         str(i): [list(shard.shape), str(dtype), shard.requires_grad]
         for i, (shard, dtype) in enumerate(shards)
     }
-    members.agree(
-        "the sharded parameters",
-        described | {"whole": whole},
-        "shard the same model alike on every rank",
-    )
-    if whole is None:
-        whole = not SUPPORTED or _fit(shards, members)
-    if whole:
-        return _in_memory(shards, members), None
-    if not SUPPORTED:
-        raise members.everybodys(InputError("whole=False needs Linux: leave it out"))
-    return _in_file(shards, members)
+    members.agree("the sharded parameters", described, "shard the same model alike on every rank")
+    whole, failure = _room(shards)
+    _require_room(shards, failure, members)
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor, (shard, dtype) in zip(whole, shards, strict=True):
+            tensor.copy_(_values(shard, dtype))
+        return [_parameter(tensor, shard) for tensor, (shard, _) in zip(whole, shards, strict=True)]
 
 
 def _values(shard: Any, dtype: torch.dtype) -> Tensor:
@@ -222,67 +197,13 @@ def _values(shard: Any, dtype: torch.dtype) -> Tensor:
         ) from error
 
 
-def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
-    """Return True if the parameters and the float64 of a proof surely fit in free memory.
-
-    They must fit in that of all ranks.
-    """
-    device = shards[0][0].device
-    need = sum(shard.numel() * (dtype.itemsize + PROOF) for shard, dtype in shards)
-    number = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    state = members.share([f"{host('mnt', f'rank {members.rank}')} {number}", free_bytes(device)])
-    places = [place for place, _ in state]
-    return all(need * places.count(place) <= 0.8 * free for place, free in state)
-
-
-def _in_file(
-    shards: list[tuple[Any, torch.dtype]], members: Team
-) -> tuple[list[nn.Parameter], OnDemand]:
-    """The parameters on demand, gathered one after another."""
-    file = SharedFile(members, [(shard.shape, dtype) for shard, dtype in shards])
-    mode, parameters = OnDemand(file), list[nn.Parameter]()
-    with closing(file), torch.inference_mode(False), torch.no_grad():
-        for number, (shard, dtype) in enumerate(shards):
-            values = _values(shard, dtype)
-            file.write(number, values)
-            parameters.append(_parameter(values, shard))
-            if dtype.is_floating_point and values.numel():
-                mode.add(parameters[-1], number, partial(torch.Tensor.to, device=values.device))
-            del values
-        file.done()
-    return parameters, mode
-
-
-def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.Parameter]:
-    """Return the parameters, gathered in the memory of this rank.
-
-    Every rank makes sure of room for them before anything is exchanged.
-    """
-    # An error in the midst of an exchange would leave the others waiting.
-    whole, failure = _room(shards)
-    failures = members.share(failure)
-    if any(failures):
-        rank = next(rank for rank, text in enumerate(failures) if text)
-        text = (
-            f"the whole parameters of the sharded model do not fit in the memory of rank {rank} "
-            f"({failures[rank]})"
-        )
-        raise members.everybodys(
-            ModelError(f"{text}: free memory, or measure with full_params(model, whole=False)")
-        )
-    with torch.inference_mode(False), torch.no_grad():
-        for tensor, (shard, dtype) in zip(whole, shards, strict=True):
-            tensor.copy_(_values(shard, dtype))
-        return [_parameter(tensor, shard) for tensor, (shard, _) in zip(whole, shards, strict=True)]
-
-
 def _parameter(tensor: Tensor, shard: Any) -> nn.Parameter:
     """Return the parameter with these values.
 
     A frozen one is the object of last time, if the values are those of last time.
 
-    A forward pass may branch on what is frozen: the model would have to be proven anew for another
-    object.
+    A forward pass may branch on what is frozen: the model would have to be proven again for
+    another object.
     """
     if shard.requires_grad:
         return nn.Parameter(tensor)
@@ -302,7 +223,7 @@ def _dtype(shard: Any, unit: Unit) -> torch.dtype:
 def _room(shards: list[tuple[Any, torch.dtype]]) -> tuple[list[Tensor], str | None]:
     """Return memory for the parameters, or why there is none.
 
-    Enough must be free beside it to gather the largest.
+    Enough must be free besides to gather the largest.
     """
     try:
         with torch.inference_mode(False):
@@ -316,6 +237,37 @@ def _room(shards: list[tuple[Any, torch.dtype]]) -> tuple[list[Tensor], str | No
             raise
         return [], one_line(error)
     return whole, None
+
+
+def _require_room(
+    shards: list[tuple[Any, torch.dtype]], failure: str | None, members: Team
+) -> None:
+    """Raise ModelError on all ranks where one has too little memory for the parameters.
+
+    A CPU's system allocates more memory than is free, and ends a process that uses it. So the
+    parameters of all ranks of a machine are compared with its free memory.
+
+    Args:
+        shards: the shards, with the dtypes of their parameters.
+        failure: why this rank could not reserve the memory.
+        members: the ranks.
+    """
+    device = shards[0][0].device
+    own_free = free_bytes(device) if device.type == "cpu" else None
+    of_ranks = members.share([machine(), own_free, failure])
+    machines = [place for place, _, _ in of_ranks]
+    each = sum(shard.numel() * dtype.itemsize for shard, dtype in shards)
+    for rank, (place, free, reason) in enumerate(of_ranks):
+        need = each * machines.count(place)
+        if reason is None and free is not None and need > free:
+            reason = f"{need / 1e9:.2f} GB for all ranks of its machine, {free / 1e9:.2f} GB free"
+        if reason is not None:
+            text = (
+                "out of memory: the whole parameters of the sharded model do not fit on rank "
+                f"{rank} ({reason}); free memory, or load the full state dict into an unsharded "
+                "model on a CPU or a larger GPU and measure that"
+            )
+            raise members.everybodys(ModelError(text))
 
 
 def _release(whole: list[nn.Parameter]) -> None:

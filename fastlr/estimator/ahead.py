@@ -68,7 +68,7 @@ class Ahead:
     def _target(self) -> Architecture | None:
         """Return what Triton compiles for here; None where fastlr launches no kernels of Triton."""
         view = self._of_the_estimate.view
-        if view.device.type != "cuda" or not view.parameters_in_memory or not ops.has_triton():
+        if view.device.type != "cuda" or not ops.has_triton():
             return None
         major, minor = torch.cuda.get_device_capability(view.device)
         return Architecture("cuda", 10 * major + minor, 32)

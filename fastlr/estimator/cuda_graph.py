@@ -240,13 +240,9 @@ class Replays:
     def _wanted(self) -> bool:
         """Return True unless chunks are to run as they are.
 
-        A graph reads parameters where they stay.
-
         Once an audit has failed, every batch is looked at and audited.
         """
-        if self.recorder is None or self.paused or self.engine.audits.failed:
-            return False
-        return self.engine.view.parameters_in_memory
+        return self.recorder is not None and not (self.paused or self.engine.audits.failed)
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it.

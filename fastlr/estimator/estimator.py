@@ -168,10 +168,7 @@ class LocalRedundancy:
             )
             inputs_identity = of_inputs(options.inputs, used, options.seed)
             inputs_digest = self._digest(used, inputs_identity)
-            notes = (
-                members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
-                + self.view.notes_for_results
-            )
+            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
             told = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own
             predictive, predictive_identity, inputs_identity = members.share(told)[0]

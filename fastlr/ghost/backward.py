@@ -28,7 +28,6 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr import ops
-from fastlr.distributed import on_demand
 from fastlr.errors import ModelError, warn
 
 # Importing these registers their rules.
@@ -260,7 +259,7 @@ def backward(
     handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
         with _without_weight_gradients(graph), full_precision(z.device):
-            captured = on_demand.gradients(z, edges, v, retain=retain)
+            captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()

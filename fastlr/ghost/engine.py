@@ -38,7 +38,7 @@ from fastlr.ghost.norms import (
     norms_by_rules,
     norms_of_one,
 )
-from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
+from fastlr.ghost.planner import Chunk, input_shapes, plan_of
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import emptied
@@ -282,7 +282,6 @@ class Engine:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
         self._plan = None
-        self._prove_first_if_parameters_come_on_demand(x)
         chunk = self._chunk_of(x)
         several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
         first = next(several)
@@ -295,19 +294,6 @@ class Engine:
         self._plan = plan
         self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, self._routes())
-
-    def _prove_first_if_parameters_come_on_demand(self, x: Any) -> None:
-        """Prove what is not proven on a graph of the batch that holds no memory.
-
-        Parameters that are in memory only while something uses them would stay there with a graph
-        that saves them, beside those that the proof asks for.
-        """
-        if self.view.parameters_in_memory or self._flags() in self.known.by_flags:
-            return
-        memory_is_left_to_the_proof = self.view.graphs_without_saved_tensors()
-        with memory_is_left_to_the_proof:
-            chunk = self._chunk_of(x)
-        proven(chunk)
 
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ops.torch_private import output_metadata, own_function
 
@@ -382,14 +381,12 @@ def exact_grads(
 
     They are made by plain autograd, in the order of ``parameters``.
     """
-    norms = [torch.zeros((), dtype=torch.float64, device=z.device)] * len(parameters)
-
-    def take(number: int, gradient: Tensor) -> None:
-        norms[number] = dense(gradient).double().square().sum()
-
+    zero = torch.zeros((), dtype=torch.float64, device=z.device)
     with full_precision(z.device):
-        on_demand.each_gradient(z, list(parameters.values()), v, take, retain=retain)
-    return norms
+        gradients = torch.autograd.grad(
+            z, list(parameters.values()), v, retain_graph=retain, allow_unused=True
+        )
+        return [zero if g is None else dense(g).double().square().sum() for g in gradients]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
@@ -176,36 +175,6 @@ class ModelView:
         """Device of the parameters."""
         return next(iter(self.held.values())).device
 
-    @property
-    def parameters_in_memory(self) -> bool:
-        """False where parameters are in memory only while something uses them.
-
-        See `fastlr.distributed.on_demand`.
-        """
-        return not on_demand.active()
-
-    @property
-    def notes_for_results(self) -> tuple[str, ...]:
-        """What the user of a result is told of where the parameters were."""
-        return on_demand.notes()
-
-    def tensors_in_memory(self) -> list[Tensor]:
-        """Return the parameters and buffers whose values are in memory."""
-        held = (*self.module.parameters(), *self.module.buffers())
-        return [t for t in held if not on_demand.is_on_demand(t)]
-
-    def saved_tensor_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return hooks of saved tensors that keep no graph for ever, as a tensor itself would."""
-        keep_without_graph = (Tensor.detach, lambda kept: kept)
-        return on_demand.hooks() or keep_without_graph
-
-    def graphs_without_saved_tensors(self) -> AbstractContextManager[None]:
-        """Make graphs within this context that can be walked, but not run backward.
-
-        So they save nothing where parameters are not in memory.
-        """
-        return on_demand.graphs_without_saved_tensors()
-
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
 
@@ -243,8 +212,7 @@ class ModelView:
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""
-        with self.graphs_without_saved_tensors():
-            return self.forward(x).detach()
+        return self.forward(x).detach()
 
     @property
     def has_hooked_parameters(self) -> bool:

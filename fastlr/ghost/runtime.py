@@ -161,18 +161,15 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[int], Tensor]
 def _saved_bytes(view: ModelView, forward: Callable[[], Tensor]) -> tuple[int, int]:
     """Return the bytes that a forward pass leaves but for the model's own, and its output's."""
     storages: dict[int, int] = {}
-    pack, unpack = view.saved_tensor_hooks()
 
-    def saved(t: Tensor) -> Any:
-        kept = pack(t)
-        if isinstance(kept, Tensor):
-            storages[storage(t)] = t.untyped_storage().nbytes()
-        return kept
+    def saved(t: Tensor) -> Tensor:
+        storages[storage(t)] = t.untyped_storage().nbytes()
+        return t.detach()  # t itself would keep its graph for ever
 
-    with torch.autograd.graph.saved_tensors_hooks(saved, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda kept: kept):
         output = forward()
     storages[output.data_ptr()] = output.nbytes
-    for t in view.tensors_in_memory():
+    for t in (*view.module.parameters(), *view.module.buffers()):
         storages.pop(storage(t), None)
     return sum(storages.values()), output.nbytes
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastlr.distributed import on_demand
 from fastlr.errors import ModelError, few
 from fastlr.ghost.batch import copied
 from fastlr.ghost.introspection import weakly_by_module
@@ -160,9 +159,9 @@ class ModelState:
     def _tensors(self) -> Iterator[_Held]:
         """Yield the tensors that passes may write, each once, parameters first."""
         known = {id(held.tensor) for state in _open.get() for held in state._kept}
-        places: list[tuple[nn.Module, Iterable[tuple[str, Any]], bool]] = []
-        if not on_demand.active():
-            places += ((module, module._parameters.items(), True) for module in self.modules)
+        places: list[tuple[nn.Module, Iterable[tuple[str, Any]], bool]] = [
+            (module, module._parameters.items(), True) for module in self.modules
+        ]
         places += ((module, module._buffers.items(), False) for module in self.modules)
         places += ((one.module, one.parts, False) for one in self.attributes)
         for module, named, are_parameters in places:
@@ -223,10 +222,9 @@ class ModelState:
         """
         is_new = self.is_new
         with no_torch_function(), torch.no_grad():
-            large = [] if on_demand.active() else self._large
             if is_new:
-                _keep(large)
-            tensors = self._kept + self._parameters + large
+                _keep(self._large)
+            tensors = self._kept + self._parameters + self._large
             before = [held.tensor._version for held in tensors]
         lost: list[_Held] = []
         try:
@@ -305,7 +303,7 @@ _hooks: ContextVar[Any] = ContextVar("fastlr_saved_copies", default=None)
 
 def own_hooks() -> Any:
     """Return the hooks of saved tensors that fastlr has set here, None where it has set none."""
-    return on_demand.hooks() or _hooks.get()
+    return _hooks.get()
 
 
 def _state_of(model: nn.Module) -> ModelState | None:

@@ -1,10 +1,8 @@
-"""How much memory there is, and giving back what is not used."""
+"""How much memory there is, and how much of it is free."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-from contextlib import suppress
 
 import torch
 
@@ -38,9 +36,3 @@ def total_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 8 << 30
-
-
-def give_back() -> None:
-    """Return to the system what malloc keeps of the memory that was freed, where it is glibc's."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

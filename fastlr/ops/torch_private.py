@@ -169,15 +169,6 @@ def saved_tensors_are_hooked(*, besides: tuple[Any, Any] | None = None) -> bool:
         return True
 
 
-def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Tensor | None, ...]:
-    """Run ``torch.autograd.grad`` in a way that modes of torch functions see.
-
-    The modes are then off for all that runs within it.
-    """
-    run = _get("autograd.graph._engine_run_backward")
-    return run((z,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
-
-
 def distance_gradients(
     g: Tensor, points: Tensor, rows: Tensor, p: float, distances: Tensor
 ) -> Tensor:

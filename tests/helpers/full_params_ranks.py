@@ -1,12 +1,10 @@
 """What the ranks of tests/distributed/test_full_params.py do; each returns what it found."""
 
-import gc
 import os
 import signal
-import tempfile
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from weakref import ref
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,13 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 import fastlr
-from fastlr.distributed import full_params, fully_sharded, on_demand, sharded
-from fastlr.distributed.shared_file import SharedFile
+from fastlr.distributed import full_params, fully_sharded, sharded
 from fastlr.errors import ModelError
 from fastlr.ghost.api import engine_for
 from fastlr.integrations import Monitor
 from fastlr.integrations.measurement import on_main
-from fastlr.ops.torch_private import no_torch_function
 
 
 def in_residual_blocks(m, input_ids):
@@ -120,31 +116,12 @@ def whole_state(model):
     }
 
 
-def equal(arrays, tensors):
-    """Whether they are the same to the bit."""
-    return list(arrays) == list(tensors) and all(
-        (arrays[name] == tensors[name].numpy()).all() for name in arrays
-    )
-
-
 def as_arrays(tensors):
     return {name: t.numpy() for name, t in tensors.items()}
 
 
-def always_on_demand():
-    """Have parameters on demand in this process from now on, each time in new memory of their own.
-
-    That is as on a GPU.
-    """
-    read = SharedFile.read
-    SharedFile.read = lambda self, number: read(self, number).clone()  # type: ignore[method-assign]
-    on_demand.RECENT, fully_sharded._fit = 0, lambda *_: False  # type: ignore[attr-defined]
-
-
-def training(rank, whole):
+def training(rank):
     """Train a sharded model for two steps of two parts, with measurements amid them and without."""
-    if not whole:
-        always_on_demand()
     found = {"values": []}
     trained = []
     for measured in (True, False):
@@ -186,71 +163,45 @@ def training(rank, whole):
     return found
 
 
-def large_model(hides):
-    """Large layers, and a parameter that may move the output where autograd does not see it."""
-
-    def forward(m, x):
-        return torch.tanh(m.layers(x)) * (m.scale.detach() if hides else m.scale)
-
-    return Written(
-        forward,
-        layers=nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8))),
-        scale=nn.Parameter(torch.ones(1)),
-    )
-
-
-def mapped():
-    """Bytes of whole parameters in the memory of this process."""
-    areas = Path("/proc/self/smaps").read_text().split("/fastlr-")[1:]
-    return sum(1024 * int(area.split("Rss:")[1].split()[0]) for area in areas)
-
-
-def one_by_one(rank):
-    """What parameters on demand are like, beside whole ones."""
-    found = {"errors": []}
-    on_demand.RECENT, tempfile.tempdir = 0, tempfile.mkdtemp()
-    torch.manual_seed(3)
+def written_inside(rank):
+    """Write into the whole parameters: norms before, inside and after, and what is left."""
     model, x = sharded_model(), batch(3, rank)
-    for whole in (True, False):
-        with full_params(model, whole=whole):
-            with no_torch_function():
-                found["here", whole] = [not p.isnan().any() for p in model.parameters()]
-            lr = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE)
-            of_weights = float(fastlr.metrics.measures(model, ["weight_norm"])["weight_norm"])
-            plain = norms(model, x)
-            with torch.no_grad():
-                model.embedding.weight.add_(1.0)
-                model.memory.bias_hh_l0.data = torch.ones(24)
-            written = norms(model, x)
-        found[whole] = [lr.value, of_weights, *map(as_arrays, (plain, written))]
-        found["notes", whole] = lr.notes
-
-    fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
-    found["by itself"] = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).notes
-
-    large = fully_shard(large_model(hides=False))
-    inputs = torch.randn(2, 512)
-    with full_params(large, whole=False):
-        z = large(inputs)
-        found["mapped"] = [mapped()]
-        torch.autograd.grad(z.sum(), list(large.parameters()))
-        found["mapped"].append(mapped())
-        large.scale.detach().add_(1.0)
-        found["errors"] += [error_of(lambda: large(inputs).shape)]
-        mode = ref(on_demand._active.get())  # type: ignore[arg-type]
-    del z
-    gc.collect()
-    found["kept"] = str(mode())
-    hidden = fully_shard(large_model(hides=True))
-    found["errors"] += [error_of(lambda: fastlr.estimate(hidden, fastlr.TensorInputs(inputs), 2))]
-    os.posix_fallocate = full_disk  # type: ignore[assignment]
-    found["errors"] += [error_of(lambda: norms(model, x))]
-    found["left"] = os.listdir(tempfile.tempdir)
-    return found
+    before = state(model)
+    with full_params(model):
+        plain = norms(model, x)
+        with torch.no_grad():
+            model.embedding.weight.add_(1.0)
+            model.memory.bias_hh_l0.data = torch.ones(24)
+        written = norms(model, x)
+    after = norms(model, x)
+    return {
+        "norms": [as_arrays(found) for found in (plain, written, after)],
+        "as before": all(map(same, before, state(model))),
+    }
 
 
-def full_disk(*_):
-    raise OSError(28, "No space left on device")
+def too_little_memory(rank):
+    """Measure where rank 1 has no memory free, or none to gather in, and then again."""
+    model = sharded_model()
+    before = state(model)
+    measure = partial(fastlr.estimate, model, DRAWN, 4, predictive=PREDICTIVE)
+    empty = torch.empty
+
+    def full(*shape, **how):
+        if how.get("dtype") == torch.uint8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*shape, **how)
+
+    free = 0 if rank == 1 else 1 << 60
+    with patch.object(fully_sharded, "free_bytes", lambda device: free):
+        errors = [error_of(measure)]
+    with patch.object(torch, "empty", full) if rank == 1 else nullcontext():
+        errors.append(error_of(measure))
+    return {
+        "errors": errors,
+        "as before": all(map(same, before, state(model))),
+        "value": measure().value,
+    }
 
 
 def variants(rank):
@@ -276,10 +227,6 @@ def variants(rank):
     found |= {"half": [], "same output": True}
     for half in (sharded_model(widened, **_HALF), sharded_model(_HALF, widened, **_HALF)):
         found["half"].append(as_arrays(norms(half, batch(3, 0))))
-        with full_params(half, whole=False):
-            found["half on demand"] = found.get("half on demand", True) and equal(
-                found["half"][-1], norms(half, batch(3, 0))
-            )
         z = half(batch(3, 0))
         with full_params(half):
             found["same output"] &= same_output(half, z) and z.dtype == torch.float32
@@ -390,14 +337,8 @@ def language_models(rank, name, shape):
     before = state(model)
     found = as_arrays(fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
     value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
-    always_on_demand()
-    same_bits = equal(
-        found, fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True)
-    )
-    again = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2)
-    on_demand_too = same_bits and again.value == value and bool(again.notes[1:])
     unchanged = all(map(same, before, state(model)))
-    return {"norms": found, "value": value, "on demand": on_demand_too, "as before": unchanged}
+    return {"norms": found, "value": value, "as before": unchanged}
 
 
 def big(name):

@@ -102,8 +102,7 @@ class CloneOrModel:
 
     def _may_have_clone(self) -> bool:
         """Return False where a clone would not be what the model is, as where it is compiled."""
-        on_demand = not self.view.parameters_in_memory
-        if on_demand or emptied_caches() or any(hooks_of_all_modules()):
+        if emptied_caches() or any(hooks_of_all_modules()):
             return False
         try:
             return all(map(_is_plain, all_modules(self.model)))

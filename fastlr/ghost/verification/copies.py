@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.distributed import on_demand
 from fastlr.ghost.batch import cast_inputs
 from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
@@ -78,7 +76,10 @@ class Subject:
 
         Default: each in its own.
         """
-        return {name: on_demand.cast(t, dtype or t.dtype) for name, t in self.state.items()}
+        return {
+            name: t.detach().to(dtype) if dtype and _has_numbers(t) else t.detach()
+            for name, t in self.state.items()
+        }
 
     def state_moved(self, step: float, seed: int) -> dict[str, Tensor]:
         """Return parameters moved by random parts of themselves, at most ``step``, and buffers.
@@ -116,6 +117,15 @@ class Subject:
             return select_output(self(x), self.view.output)
 
 
+def _has_numbers(t: Tensor) -> bool:
+    """Return True for floating-point numbers that any operation takes.
+
+    Those of a quantised tensor's subclass go through few.
+    """
+    dispatches_itself = type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return t.is_floating_point() and not dispatches_itself
+
+
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
     """Normal noise like ``t``, in float64 of a float32's digits: drawn three times as fast."""
     return torch.randn(t.shape, generator=generator, device=generator.device).to(
@@ -131,7 +141,7 @@ def _perturbed(
     Trainable ones by additive noise, so that nothing is zero; buffers and frozen parameters by a
     factor, so that signs, zeros and infinities stay, and what they switch off stays off.
     """
-    if not trainable and not on_demand.has_numbers(t):
+    if not trainable and not _has_numbers(t):
         return t.detach().clone()
     noise = _noise(t, generator)
     if trainable:
@@ -143,37 +153,21 @@ def _perturbed(
 
 def _moved(t: Tensor, step: float, seed: int) -> Tensor:
     """A parameter whose every value is moved by a random part of itself."""
-    if not on_demand.has_numbers(t):
+    if not _has_numbers(t):
         return t.detach()
-
-    def make(values: Tensor) -> Tensor:
-        generator = torch.Generator(values.device).manual_seed(seed)
-        parts = torch.rand(values.shape, generator=generator, device=values.device).double()
-        return (values.detach() * (1 + step * (2 * parts - 1))).to(values.dtype)
-
-    return on_demand.derived(t, t.dtype, make)
+    generator = torch.Generator(t.device).manual_seed(seed)
+    parts = torch.rand(t.shape, generator=generator, device=t.device).double()
+    return (t.detach() * (1 + step * (2 * parts - 1))).to(t.dtype)
 
 
 def _perturbed_state(
     view: ModelView, scale: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a model by name, perturbed."""
-    state = {}
-    for n, t in Subject.of(view).state.items():
-        trainable = n in view.parameters
-        if on_demand.is_on_demand(t):
-            # Noise of its own seed, drawn again whenever the values are made.
-            seed = int(torch.randint(1 << 60, (), generator=generator))
-            anew = partial(_perturbed_anew, n, scale, seed, trainable)
-            state[n] = on_demand.derived(t, torch.float64, anew).requires_grad_(trainable)
-        else:
-            state[n] = _perturbed(t, n, scale, generator, trainable=trainable)
-    return state
-
-
-def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tensor) -> Tensor:
-    generator = torch.Generator(t.device).manual_seed(seed)
-    return _perturbed(t, name, scale, generator, trainable=trainable)
+    return {
+        n: _perturbed(t, n, scale, generator, trainable=n in view.parameters)
+        for n, t in Subject.of(view).state.items()
+    }
 
 
 def with_buffers_moved(
@@ -192,7 +186,7 @@ def with_buffers_moved(
     zero = {
         n: t
         for n, t in (*model.named_buffers(), *model.named_parameters())
-        if n not in view.parameters and on_demand.has_numbers(t) and t.numel()
+        if n not in view.parameters and _has_numbers(t) and t.numel()
         if not n.endswith("running_mean") and not bool(t.any())
     }
     if not zero:
@@ -232,9 +226,8 @@ def subjects(
         clone_or_model.find_clone(tensors, torch.float64)
     yield _float64("perturbed float64 copy", view, tensors, clone_or_model)
     clone = None
-    if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
-        with suppress(Exception):  # whatever objects and tensors that it holds raise
-            clone = _deep_copy(model, tensors)
+    with suppress(Exception):  # whatever objects and tensors that it holds raise
+        clone = _deep_copy(model, tensors)
     if clone is not None:
         chosen = {n: p for n, p in clone.named_parameters() if n in view.parameters}
         yield Subject("perturbed float64 deep copy", view, clone, None, chosen, torch.float64)

@@ -126,8 +126,6 @@ def what_differs(trial: Trial, in_batch: InBatch) -> Exception:
 
 def _what_passes_change(trial: Trial) -> list[str]:
     """Return the parameters and buffers that a pass writes, if only by that two of them differ."""
-    if not trial.view.parameters_in_memory:
-        return []
     state = trial.subject.state
     before = {name: t.detach().clone() for name, t in state.items()}
     outputs: list[Tensor] = []

@@ -80,8 +80,7 @@ class RoundingProbe:
     def _run(self, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor | None:
         """Return the output by these parameters and buffers; None if the model does not run so."""
         try:
-            with self.subject.view.graphs_without_saved_tensors():
-                return self.subject.with_tensors(tensors, dtype).output(copied(self.x))
+            return self.subject.with_tensors(tensors, dtype).output(copied(self.x))
         except FAILURES:
             return None
 

@@ -16,7 +16,7 @@ by local structure (node kind, slot, parameter side).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -167,7 +167,7 @@ class Prover:
 
 def _prove_on(trial: Trial, ledger: Ledger) -> None:
     """Prove on one copy; raises what is wrong with it or with the model."""
-    z = trial.run_folded(trial.all, backward=trial.view.parameters_in_memory)
+    z = trial.run_folded(trial.all)
     _require_finite(z, trial.count)
     require_graph(z)
     graph = walk(z, trial.subject.parameters)
@@ -190,12 +190,6 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
         ledger.notes.append(
             "the model does not take two samples: its gradients were taken from one alone"
         )
-    # Where parameters are not in memory, only now a graph to run backward: one at a time.
-    if not trial.view.parameters_in_memory:
-        sides = graph.side, graph.keys
-        z = trial.run_folded(trial.all, backward=True)
-        graph = walk(z, trial.subject.parameters)
-        graph.side, graph.keys = sides
     if irregular:
         ledger.to_loop(trial.view.parameters, irregular)
     else:
@@ -276,14 +270,9 @@ def _computed_of_data_too(trial: Trial, graph: Graph) -> set[tuple]:
     if not sources:
         return set()
 
-    def gradients(walked: Graph) -> dict[Place, Gradients]:
-        return _gradients_below(graph, walked, sources)
-
-    def walked(samples: Sequence[int]) -> Graph:
-        return walk(trial.run_folded(samples, backward=True), trial.subject.parameters)
-
-    one = gradients(graph if trial.view.parameters_in_memory else walked(trial.all))
-    other = gradients(walked([0] * trial.count))
+    one = _gradients_below(graph, graph, sources)
+    with_others = walk(trial.run_folded([0] * trial.count), trial.subject.parameters)
+    other = _gradients_below(graph, with_others, sources)
     varying = set()
     for place in sources:
         found = place in one and place in other
@@ -367,7 +356,7 @@ def _exact_norms(
     scales, close = scales_of(dtypes)
     exponents = scales if trial.subject.is_copy else ()
     pair_else_alone_else_all = 2, 1, trial.count
-    samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
+    samples = SingleSamples(trial.run, out_dim, parameters)
     by_sample: list[Tensor] = []  # [parameters] each
     first_at_scales: dict[int, Tensor] = {}
     alone = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,28 +67,26 @@ class Trial:
         """True if the last forward pass ran otherwise than the model says."""
         return self.folding is not None and self.folding.blocks.has_folded
 
-    def run(self, samples: Sequence[int], *, backward: bool = False) -> Tensor:
+    def run(self, samples: Sequence[int]) -> Tensor:
         """Return the output for some samples, by the model as it is.
 
         Args:
             samples: their numbers, each as often as it is to be run.
-            backward: whether the graph of the output is to be run backward, not only walked.
         """
         with Unfused():
-            return self._output(samples, None, backward=backward)
+            return self._output(samples, None)
 
-    def run_folded(self, samples: Sequence[int], *, backward: bool = False) -> Tensor:
+    def run_folded(self, samples: Sequence[int]) -> Tensor:
         """Return the output for some samples, by the model as it will be measured."""
-        return self._output(samples, self.folding, backward=backward)
+        return self._output(samples, self.folding)
 
-    def _output(self, samples: Sequence[int], folding: Folding | None, *, backward: bool) -> Tensor:
+    def _output(self, samples: Sequence[int], folding: Folding | None) -> Tensor:
         x = self.batch.pick(samples)
 
         def forward() -> Any:
             return self.subject(x)
 
-        memory = nullcontext() if backward else self.view.graphs_without_saved_tensors()
-        with torch.enable_grad(), memory:
+        with torch.enable_grad():
             result = folding.run(self.subject.named, forward) if folding else forward()
             z = select_output(result, self.view.output)
         if self.view.sample_count(z) != len(samples):
