@@ -16,6 +16,7 @@ from recorders import Again
 from single_samples import Written, truth
 from torch import nn
 from torch.testing import assert_close
+from untouched import MEASURES
 
 import fastlr
 from bench import cases
@@ -222,15 +223,6 @@ WAYS = {
     "parameter": lambda net, x: net.layer.weight.data.mul_(1),
     "parameter of a table": lambda net, x: net.table(torch.arange(3)),
     "parameter, unused": lambda net, x: net.table.weight.data.add_(1),
-}
-MEASURES = {
-    "norms": lambda net, x: norms(net, x, torch.ones(len(x), 3)),
-    "estimate": lambda net, x: fastlr.estimate(net, fastlr.TensorInputs(x), len(x), batch_size=3),
-    "report": lambda net, x: fastlr.support_report(net, x),
-    "loss": lambda net, x: fastlr.redundancy_loss(net, x, seed=0),
-    "dormant": lambda net, x: fastlr.metrics.dormant_ratio(net, x),
-    "gradient": lambda net, x: fastlr.metrics.train_grad_norm(net, x, x[:, :3], F.mse_loss),
-    "trainability": lambda net, x: fastlr.metrics.trainability(net, x, steps=1, repeats=1),
 }
 
 

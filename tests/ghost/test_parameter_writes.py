@@ -9,7 +9,7 @@ from pytest import fixture, mark, raises
 from single_samples import Written, truth
 from torch import nn
 from torch.testing import assert_close
-from untouched import untouched
+from untouched import MEASURES, untouched
 
 import fastlr
 from fastlr.errors import RandomForwardError
@@ -64,16 +64,6 @@ def one_layer(function):
 
 
 SHORTENING = [shortening, shortening_unseen, shortening_elsewhere]
-MEASURES = {
-    "norms": lambda model, x: norms(model, x, torch.ones(len(x), 3)),
-    "report": lambda model, x: fastlr.support_report(model, x),
-    "estimate": lambda model, x: fastlr.estimate(model, fastlr.TensorInputs(x), len(x)),
-    "loss": lambda model, x: fastlr.redundancy_loss(model, x, seed=0),
-    "gradient": lambda model, x: fastlr.metrics.train_grad_norm(
-        model, x, torch.zeros(len(x), 3), F.mse_loss
-    ),
-    "activations": lambda model, x: fastlr.metrics.dormant_ratio(model, x),
-}
 
 
 @mark.parametrize("function", SHORTENING)

@@ -3,6 +3,20 @@
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
+
+import fastlr
+
+# What is measured of a model with three outputs for each input x.
+MEASURES = {
+    "norms": lambda net, x: fastlr.per_sample_grad_sq_norms(net, x, torch.ones(len(x), 3)),
+    "estimate": lambda net, x: fastlr.estimate(net, fastlr.TensorInputs(x), len(x), batch_size=3),
+    "report": lambda net, x: fastlr.support_report(net, x),
+    "loss": lambda net, x: fastlr.redundancy_loss(net, x, seed=0),
+    "dormant": lambda net, x: fastlr.metrics.dormant_ratio(net, x),
+    "gradient": lambda net, x: fastlr.metrics.train_grad_norm(net, x, x[:, :3], F.mse_loss),
+    "trainability": lambda net, x: fastlr.metrics.trainability(net, x, steps=1, repeats=1),
+}
 
 
 @contextmanager
