@@ -28,6 +28,7 @@ from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
 from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
 from fastlr.ghost.verification.noise import Noise
+from fastlr.ghost.writes import begin_pass
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import gathered, out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
@@ -97,6 +98,7 @@ class Replay:
         if self._make is None:
             leaves, _ = tree_flatten(self.passes.inputs(start, start + self.size))
         self.table.fill_(math.nan)  # a replay that writes nothing leaves it so
+        begin_pass(self.view.module)
         self.captured.replay(leaves)
         self.seen_bad |= self.bad | self.table.isnan().any()
         return self.table.clone()

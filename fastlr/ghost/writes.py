@@ -311,6 +311,13 @@ def _state_of(model: nn.Module) -> ModelState | None:
     return next((state for state in _open.get()[::-1] if id(model) in state.ids), None)
 
 
+def begin_pass(model: nn.Module) -> None:
+    """Put back the values of tensors that passes may write, before a captured pass is repeated."""
+    state = _state_of(model)
+    if state is not None:
+        state.begin_pass()
+
+
 def run_twice_if_it_writes(model: nn.Module, x: Any, forward: Callable[[Any], _Result]) -> _Result:
     """Run a forward pass, and again where it is the first to write to a tensor.
 

@@ -6,11 +6,12 @@ run on real graphs too.
 """
 
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from expected import failing, needs_gpu, warned
 from pytest import approx, fixture, mark, raises
-from recorders import DEVICES, Again, Waits
+from recorders import DEVICES, Again, Tape, Waits
 from single_samples import Written
 from torch import nn
 
@@ -22,6 +23,7 @@ from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
 from fastlr.ghost.verification.noise import RoundingProbe
+from fastlr.ghost.writes import ModelState
 from fastlr.integrations import Monitor
 
 HIDDEN = {"factor": 1.0}
@@ -681,3 +683,27 @@ def test_what_released_graphs_served_is_measured_anew(monkeypatch):
         result = graphs.measure()
     assert answers[0] is False and answers[-1] is True
     agree(result, estimator(captured_net("cpu"), graphs=False).measure())
+
+
+class Unrestored(Tape):
+    """Puts nothing back within what it captures, as on a GPU."""
+
+    def capture(self, function):
+        with mock.patch.object(ModelState, "_put_back", lambda *given: None):
+            return super().capture(function)
+
+
+def test_what_a_replay_writes_is_put_back_before_the_next():
+    def counting(net, x):
+        net.passes += 1
+        return net.layer(x.flatten(1)) * net.passes
+
+    torch.manual_seed(0)
+    model = Written(counting, layer=nn.Linear(3 * 16 * 16, 3), passes=nn.Buffer(torch.zeros(())))
+    want = estimator(model, graphs=False).measure()
+    made = estimator(model)
+    made.chunks.replays.recorder = Unrestored
+    for _ in range(2):
+        assert made.measure().per_sample.tolist() == approx(want.per_sample.tolist())
+        assert made.chunks.replays.held, made.chunks.replays.note
+        assert float(model.passes) == 0
