@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastlr.ghost import program
 from fastlr.ghost.tokens import address
+from fastlr.ghost.writes import put_back
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
@@ -129,6 +130,7 @@ class ReliedOn(NamedTuple):
 
 def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> ReliedOn:
     """Return what a graph relies on that reads a model and other tensors."""
+    put_back(model)
     tensors = [*model.parameters(), *model.buffers()]
     modules = tuple(map(id, all_modules(model)))
     known = program.fingerprint(model, free=[id(t) for t in tensors], versions=False)

@@ -25,7 +25,7 @@ from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
-from fastlr.ghost.writes import written_parameters
+from fastlr.ghost.writes import passes_write, written_parameters
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
@@ -131,8 +131,11 @@ def redundancy_loss(
         shapes, found = refuse_interaction(view, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
-            own = dict(view.module.named_buffers()) | _copies_of_written(view)
-            z = select_output(call_with(view.module, own, copied(x)), output)
+            if passes_write():
+                z = view.forward(copied(x))
+            else:  # buffers may change before the loss is differentiated
+                own = dict(view.module.named_buffers()) | _copies_of_written(view)
+                z = select_output(call_with(view.module, own, copied(x)), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):

@@ -1,17 +1,19 @@
-"""The arguments of one call of a model: its inputs, with copies of the objects among them."""
+"""The arguments of one call of a model: its inputs, and the state of objects among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ghost.tokens import PLAIN, version
+from fastlr.ghost.state import Contents
+from fastlr.ghost.tokens import PLAIN
 from fastlr.ops.torch_private import tree_map
 
 
@@ -19,45 +21,41 @@ from fastlr.ops.torch_private import tree_map
 def arguments(x: Any) -> Iterator[tuple[tuple, dict]]:
     """Yield the arguments by position and by name, for one call within this context.
 
-    The call has its own copies of objects that it may change, such as a cache of keys and values.
+    The call has its own copies of iterators. Other objects, such as a cache of keys and values, are
+    afterwards as before.
 
     Raises:
-        InputError: It has changed tensors of such an object, whose samples cannot be picked; or the
-            object is an iterator that cannot be copied.
+        InputError: The call has changed tensors of an object, whose samples cannot be picked; or it
+            would use up a generator.
     """
-    copies = []
+    objects: list[tuple[Any, Any, Contents]] = []
 
     def own(name: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) or type(leaf) in (*PLAIN, object) or callable(leaf):
+        if isinstance(leaf, Tensor) or type(leaf) in PLAIN:
+            return leaf
+        if isinstance(leaf, torch.Generator):
+            return torch.Generator(leaf.device).set_state(leaf.get_state())
+        if not isinstance(leaf, Iterator):
+            objects.append((name, leaf, Contents(leaf)))
             return leaf
         try:
-            copy = deepcopy(leaf)
-        except Exception as error:  # of the object's own code, too
-            if isinstance(leaf, Iterator):
-                raise InputError(
-                    f"a forward pass uses up input {name} ({type(leaf).__name__}): pass a list of "
-                    "what it gives"
-                ) from error
-            return leaf
-        copies.append((name, copy, _tensors(copy)))
-        return copy
+            return copy(leaf)
+        except TypeError as error:
+            raise InputError(
+                f"a forward pass uses up input {name} ({type(leaf).__name__}): pass a list of what "
+                "it gives"
+            ) from error
 
     named = x if isinstance(x, dict) else dict(enumerate(x if isinstance(x, tuple) else (x,)))
     given = {name: tree_map(partial(own, name), value) for name, value in named.items()}
-    yield ((), given) if named is x else (tuple(given.values()), {})
-    for name, copy, before in copies:
-        if _tensors(copy)[: len(before)] != before:
-            raise InputError(
-                f"the forward pass changes tensors of input {name} ({type(copy).__name__}), whose "
-                "samples cannot be picked: leave it out, or pass its tensors and have the model "
-                "make the object"
-            )
-
-
-def _tensors(thing: Any) -> list[tuple]:
-    """Return the shapes of the tensors that an object holds, and how often each was written."""
-    parts: dict[int, Any] = {}
-    with suppress(Exception):  # the forward pass has left something in it that refuses
-        deepcopy(thing, parts)
-    held = parts.get(id(parts), ())  # the originals of what was copied
-    return [(t.shape, version(t)) for t in held if isinstance(t, Tensor)]
+    changed = []
+    try:
+        yield ((), given) if named is x else (tuple(given.values()), {})
+    finally:
+        changed = [(name, leaf) for name, leaf, contents in objects if contents.restore()]
+    for name, leaf in changed:
+        raise InputError(
+            f"the forward pass changes tensors of input {name} ({type(leaf).__name__}), whose "
+            "samples cannot be picked: leave it out, or pass its tensors and have the model make "
+            "the object"
+        )

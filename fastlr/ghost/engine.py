@@ -45,7 +45,7 @@ from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.writes import unchanged
+from fastlr.ghost.writes import put_back, unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
@@ -298,6 +298,7 @@ class Engine:
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
         self._current = known = self._known_of_flags(x)
+        put_back(self.model)  # an earlier pass may have left something in it
         fingerprint = program.fingerprint(self.model, known.running_statistics)
         z = self._output(x, known)
         count = self.view.sample_count(z)

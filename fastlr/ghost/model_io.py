@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
-from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
+from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
-from fastlr.ghost.writes import copied_if_written, forward_pass, run_twice_if_it_writes
+from fastlr.ghost.writes import copied_if_written, first_writes, forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
@@ -203,11 +203,19 @@ class ModelView:
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
 
-    def forward(self, x: Any) -> Tensor:
-        """Return the output for inputs, with its graph."""
+    def forward(self, x: Any, *, copies: bool = True) -> Tensor:
+        """Return the output for inputs, with its graph.
+
+        Args:
+            x: Inputs.
+            copies: Whether another pass may run before the graph runs backward.
+        """
         with torch.enable_grad():
-            run = partial(call, self.module)
-            result = run_twice_if_it_writes(self.module, x, run)
+            before = first_writes(self.module)
+            result = call(self.module, copied(x) if before is None else x, copies=copies)
+            after = first_writes(self.module)
+            if copies and after and after != before:
+                result = call(self.module, x, copies=True)  # the first graph has no copies
         return select_output(result, self.output)
 
     def outputs(self, x: Any) -> Tensor:
@@ -239,20 +247,32 @@ def _axis(name: str, given: Any) -> int:
     return given.__index__()
 
 
-def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
+def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None, copies: bool = False) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords).
-
-    Its modules' attributes stay as they were.
 
     What torch.compile has compiled of it runs as it was written.
 
     Args:
-        model: the model.
-        x: its inputs.
-        dtype: of plain floating-point tensors among the modules' attributes meanwhile.
+        model: Model, or a function.
+        x: Inputs.
+        dtype: Type of plain floating-point tensors among the modules' attributes meanwhile.
+        copies: Whether its graph keeps copies of what the pass writes.
     """
-    with arguments(x) as (args, kwargs), forward_pass(model, dtype=dtype), uncompiled():
-        return model(*args, **kwargs)
+
+    def run(x: Any, copies: bool) -> Any:
+        passing = forward_pass(model, dtype=dtype, copies=copies)
+        with arguments(x) as (args, kwargs), passing, uncompiled():
+            return model(*args, **kwargs)
+
+    return _run(run, x, copies)
+
+
+def _run(run: Callable[[Any, bool], Any], x: Any, copies: bool) -> Any:
+    """Run a forward pass with copies of what it writes, or without where torch allows none."""
+    if copies and passes_write():
+        with suppress(RuntimeError):  # torch.func takes no hooks of saved tensors
+            return run(copied(x), True)
+    return run(x, False)
 
 
 def call_with(
@@ -271,7 +291,8 @@ def call_with(
     call, not the model's.
     """
     held = {id(p): tensors[n] for n, p in model.named_parameters() if n in tensors}
-    held |= {id(b): copied_if_written(tensors[n]) for n, b in model.named_buffers() if n in tensors}
+    buffers = model.named_buffers()
+    held |= {id(b): copied_if_written(tensors[n], b) for n, b in buffers if n in tensors}
     places = {
         f"{prefix}.{key}" if prefix else key: held[id(tensor)]
         for prefix, module in model.named_modules()
@@ -279,9 +300,13 @@ def call_with(
         for key, tensor in entries.items()
         if tensor is not None and id(tensor) in held
     }
-    passing = forward_pass(model, dtype=dtype, watched=False)
-    with arguments(x) as given, passing, uncompiled(), within or nullcontext():
-        return functional_call(model, places, *given, tie_weights=False)
+
+    def run(x: Any, copies: bool) -> Any:
+        passing = forward_pass(model, dtype=dtype, watched=False, copies=copies)
+        with arguments(x) as given, passing, uncompiled(), within or nullcontext():
+            return functional_call(model, places, *given, tie_weights=False)
+
+    return _run(run, x, copies=True)
 
 
 def select_output(result: Any, output: OutputSelector) -> Tensor:

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -18,14 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastlr.ghost.introspection import is_instance
+from fastlr.ghost.introspection import instance_dict, is_instance
 from fastlr.ghost.program import INTERNAL
+from fastlr.ghost.tokens import version
 from fastlr.ops.model_lock import all_modules
 
 # Ids, as the class of an attribute may be one that cannot be hashed.
 _DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict, Counter)))
 _CONTAINERS = _DICTS.union(map(id, (list, set, deque)))
 _MOST = 256  # entries of a container that are looked at
+_DEEP = 5  # containers and objects within each other that are looked at in an input
 _REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
 _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
 
@@ -54,18 +57,20 @@ class Attributes:
     Attributes:
         module: The module.
         held: Its attributes by name, as they are now.
+        hooks: Its registries of hooks that are not empty, with copies.
         parts: Tensors and modules that its attributes and their containers hold, with names.
     """
 
-    __slots__ = ("_buffers", "_built", "_contents", "_entries", "_hooks", "held", "module", "parts")
+    __slots__ = ("_buffers", "_built", "_contents", "_entries", "held", "hooks", "module", "parts")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
         self._entries = self.held.copy()
-        self._contents: list[tuple[Any, Any]] = []
+        names = self.held.get("_non_persistent_buffers_set")
+        self._contents: list[tuple[Any, Any]] = [] if names is None else [(names, names.copy())]
         self.parts: list[tuple[str, Any]] = []
         hooks = filter(None, map(self.held.get, _HOOKS))
-        self._hooks = [(registry, registry.copy()) for registry in hooks]
+        self.hooks = [(registry, registry.copy()) for registry in hooks]
         self._buffers = dict(module._buffers.items())
         self._built = (*module._modules.values(), *module._parameters.values())
         for name in self.held.keys() - INTERNAL:
@@ -74,25 +79,29 @@ class Attributes:
             if kind is tuple or id(kind) in _CONTAINERS:
                 if kind is not tuple:
                     self._contents.append((value, value.copy()))
-                entries = value.values() if id(kind) in _DICTS else value
-                self.parts += [(name, e) for e in islice(entries, _MOST) if _is_part(e)]
+                self.parts += [(name, e) for e in islice(_values(value), _MOST) if _is_part(e)]
             elif _is_part(value):
                 self.parts.append((name, value))
+
+    @property
+    def has_built(self) -> bool:
+        """True if the module has made submodules or parameters, with which the rest belongs."""
+        parts = (*self.module._modules.values(), *self.module._parameters.values())
+        return not _same(parts, self._built)
 
     def restore(self) -> bool:
         """Put back what differs in the module; False if it has built other parts, and stays.
 
         Hooks that were registered since also stay: see `remove_hooks_since`.
         """
-        module, held, entries = self.module, self.held, self._entries
-        built = (*module._modules.values(), *module._parameters.values())
-        if not _same(built, self._built):
+        if self.has_built:
             return False
+        module, held, entries = self.module, self.held, self._entries
         if not (_same(held, entries) and all(map(is_, held.values(), entries.values()))):
             self._put_back_entries()
         for value, before in self._contents:
             _refill(value, before)
-        for registry, before in self._hooks:
+        for registry, before in self.hooks:
             if not before.keys() <= registry.keys():
                 now = registry.copy()
                 registry.clear()
@@ -135,14 +144,26 @@ def attributes_of(model: nn.Module) -> list[Attributes]:
     return attributes
 
 
-def remove_hooks_since(number: int, modules: Iterable[nn.Module]) -> None:
-    """Remove the hooks of modules that were registered since a handle would have had a number."""
+def remove_hooks_since(number: int, attributes: Iterable[Attributes]) -> None:
+    """Remove hooks of modules that were registered since a handle would have had a number.
+
+    Those of modules that have built other parts stay.
+    """
     if RemovableHandle.next_id == number:
         return
-    for held in map(vars, modules):
-        for registry in filter(None, map(held.get, _HOOKS)):
-            for handle in [handle for handle in registry if handle >= number]:
+    for one in attributes:
+        if one.has_built:
+            continue
+        # A model that was unpickled may have hooks of any number.
+        kept = {id(registry): before for registry, before in one.hooks}
+        for registry in filter(None, map(one.held.get, _HOOKS)):
+            before = kept.get(id(registry), ())
+            for handle in [h for h in registry if h not in before and _is_since(h, number)]:
                 del registry[handle]
+
+
+def _is_since(handle: Any, number: int) -> bool:
+    return not isinstance(handle, int) or handle >= number
 
 
 def _refill(value: Any, before: Any) -> None:
@@ -158,6 +179,48 @@ def _refill(value: Any, before: Any) -> None:
     elif not _same(value, before):
         value.clear()
         value.extend(before)
+
+
+class Contents:
+    """The contents of an object, and of the plain containers and objects in it."""
+
+    def __init__(self, thing: Any) -> None:
+        self._parts: dict[int, tuple[Any, Any]] = {}
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._add(thing, _DEEP)
+
+    def _add(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, Tensor):
+            self._tensors[id(thing)] = thing, version(thing), thing.detach().clone()
+            return
+        if callable(thing):  # modules and functions
+            return
+        is_container = type(thing) is tuple or id(type(thing)) in _CONTAINERS
+        held: Any = thing if is_container else instance_dict(thing)
+        if held is None or not depth or id(held) in self._parts or len(held) > _MOST:
+            return
+        self._parts[id(held)] = held, copy(held)
+        for entry in _values(held):
+            self._add(entry, depth - 1)
+
+    def restore(self) -> bool:
+        """Put the contents back, and return True if a tensor was exchanged or written."""
+        is_changed = False
+        for t, times, values in self._tensors.values():
+            if version(t) != times:
+                t.data.copy_(values)
+                is_changed = True
+        for held, before in self._parts.values():
+            now = set(map(id, _values(held)))
+            tensors = [t for t in _values(before) if isinstance(t, Tensor)]
+            is_changed |= any(id(t) not in now for t in tensors)
+            if type(held) is not tuple:
+                _refill(held, before)
+        return is_changed
+
+
+def _values(held: Any) -> Any:
+    return held.values() if id(type(held)) in _DICTS else held
 
 
 _emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emptied", default=())

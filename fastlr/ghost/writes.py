@@ -15,9 +15,11 @@ written there is refused as random. A graph keeps a copy of whatever else its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -26,14 +28,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import ModelError, few
-from fastlr.ghost.batch import copied
 from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.state import attributes_of, cast_attributes, emptied_caches, remove_hooks_since
-from fastlr.ghost.tokens import TENSORS, address
-from fastlr.ops.torch_private import no_torch_function, saved_tensors_are_hooked
+from fastlr.ghost.tokens import address, storage
+from fastlr.ops.torch_private import is_view, no_torch_function, saved_tensors_are_hooked
 
 _Result = TypeVar("_Result")
-LARGE = 1 << 16  # elements of a tensor that is copied only if a pass has written it
+LARGE = 1 << 14  # elements of a tensor that is copied only if a pass has written it
 
 _written = WeakTensorKeyDictionary()  # tensor -> modes in which a forward pass has written it
 _watched_modes = weakly_by_module()  # model -> modes in which a forward pass was watched
@@ -44,9 +45,10 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p in _written]
 
 
-def copied_if_written(t: Tensor) -> Tensor:
-    """Return a copy of a buffer that a forward pass may write, another one as it is."""
-    return t.clone() if t.numel() <= LARGE or t in _written else t
+def copied_if_written(t: Tensor, buffer: Tensor) -> Tensor:
+    """Return a tensor that stands for a buffer: a copy where a forward pass may write it."""
+    is_small = t.numel() <= LARGE and _can_be_compared(t.dtype)
+    return t.clone() if is_small or buffer in _written else t
 
 
 class _Held:
@@ -61,7 +63,7 @@ class _Held:
 
     __slots__ = (
         "_memory",
-        "_requires_grad",
+        "requires_grad",
         "elements",
         "is_parameter",
         "module",
@@ -77,14 +79,16 @@ class _Held:
 
     def prepare(self) -> None:
         """Make room for the values."""
-        self._requires_grad = self.tensor.requires_grad
+        self.requires_grad = self.tensor.requires_grad
         self._memory = self.tensor.data  # with a version counter of its own
         self.elements = _once_each(self._memory)
         self.values = torch.empty_like(self.elements)
 
     @property
     def differs(self) -> bool:
-        """True if the tensor has other values than the copy, or another dtype."""
+        """True if there is a copy, and the tensor has other values or another dtype."""
+        if self.values is None:
+            return False
         now = _once_each(self.tensor.data)
         return now.dtype != self.values.dtype or not torch.equal(now, self.values)
 
@@ -93,12 +97,18 @@ class _Held:
         t, memory = self.tensor, self._memory
         if t.data_ptr() != memory.data_ptr() or t.dtype != memory.dtype or t.shape != memory.shape:
             t.data = memory
-        if t.requires_grad and not self._requires_grad:
+        if t.requires_grad and not self.requires_grad and not is_view(t):
             t.detach_()
+
+    @property
+    def needs_put_back(self) -> bool:
+        """True unless the memory has the values of the copy. A GPU is not waited for."""
+        return self.elements.is_cuda or not torch.equal(self.elements, self.values)
 
 
 def _once_each(t: Tensor) -> Tensor:
-    """Return an expanded tensor with each of its elements once."""
+    """Return an expanded tensor with each of its elements once, without lazy conjugation."""
+    t = t.conj() if t.is_conj() else t
     if not t.is_contiguous():
         for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
             if stride == 0 and size > 1:
@@ -111,7 +121,19 @@ def _may_be_written(t: Any) -> bool:
     if type(t) is not Tensor and type(t) is not nn.Parameter:
         return False
     plain = t.layout is torch.strided and not (t.is_inference() or t.is_meta or t.is_nested)
-    return plain and (address(t) != 0 or not t.numel())
+    has_values = plain and (address(t) != 0 or not t.numel())
+    return has_values and not t.is_neg() and _can_be_compared(t.dtype)
+
+
+@cache
+def _can_be_compared(dtype: torch.dtype) -> bool:
+    """Return False for dtypes that torch can hardly do anything with."""
+    try:
+        t = torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(dtype)
+        torch._foreach_copy_([t], [t.clone()])
+        return torch.equal(t, t)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _keep(tensors: Iterable[_Held]) -> None:
@@ -130,7 +152,6 @@ class ModelState:
         attributes: State of the modules, but for the values of tensors.
         ids: Ids of the modules.
         mode: Whether each of them is in train mode.
-        built: Ids of those that have built submodules or parameters since: these stay as they are.
         first_writes: Number of tensors that a pass has written, and none before in this mode.
     """
 
@@ -139,8 +160,8 @@ class ModelState:
         self.modules = [one.module for one in self.attributes]
         self.ids = frozenset(map(id, self.modules))
         self.mode = tuple([module.training for module in self.modules])
-        self.built: frozenset[int] = frozenset()
         self.first_writes = 0
+        self._is_changed = False
         self._next_hook = RemovableHandle.next_id
         self._kept: list[_Held] = []  # before every pass
         self._written: list[_Held] = []  # those among them that passes write in this mode
@@ -155,6 +176,11 @@ class ModelState:
     def is_new(self) -> bool:
         """True before the first forward pass in this mode."""
         return self.mode not in _watched_modes.get(self.model, ())
+
+    @property
+    def writes(self) -> bool:
+        """True if passes in this mode write tensors that are no parameters."""
+        return bool(self._written)
 
     def _tensors(self) -> Iterator[_Held]:
         """Yield the tensors that passes may write, each once, parameters first."""
@@ -174,7 +200,7 @@ class ModelState:
         """Enter a tensor where it belongs."""
         modes = _written.get(held.tensor, ()) if len(_written) else ()
         if held.is_parameter:
-            is_written = modes or "max_norm" in vars(held.module)
+            is_written = modes or vars(held.module).get("max_norm") is not None
             (self._parameters if is_written else self._large).append(held)
         elif modes or held.tensor.numel() <= LARGE:
             self._kept.append(held)
@@ -183,35 +209,35 @@ class ModelState:
         else:
             self._large.append(held)
 
+    def put_back(self) -> None:
+        """Put back all that passes may have changed, but for parameters."""
+        if self._is_changed:
+            self._put_back(self._kept)
+
     def begin_pass(self) -> None:
-        """Put back the values of tensors, but for parameters."""
-        self._put_back(self._kept)
-
-    def end_pass(self) -> list[nn.Module]:
-        """Put back the attributes, and the values of tensors that passes write.
-
-        Returns the modules of which that is done.
-        """
-        unbuilt = [one.module for one in self.attributes if one.restore()]
-        if len(unbuilt) < len(self.modules):
-            self.built = self.ids.difference(map(id, unbuilt))
-        self._put_back(self._written)
-        return unbuilt
+        """Put back what an earlier pass has changed, before another one."""
+        self.put_back()
+        self._is_changed = True
 
     def restore(self) -> None:
         """Put back all that differs."""
-        remove_hooks_since(self._next_hook, self.end_pass())
+        remove_hooks_since(self._next_hook, self.attributes)
         self._put_back(self._kept + self._parameters)
 
     def _put_back(self, tensors: Sequence[_Held]) -> None:
-        if not tensors or (tensors[0].tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return  # a captured copy would be repeated when its memory is no longer there
+        self._is_changed = False
+        built = {id(one.module) for one in self.attributes if not one.restore()}
         with no_torch_function(), torch.no_grad():
-            held = [one for one in tensors if id(one.module) not in self.built]
+            held = [one for one in tensors if id(one.module) not in built]
             for one in held:
                 one.reattach()
-            if held:
-                torch._foreach_copy_([one.elements for one in held], [one.values for one in held])
+            changed = [one for one in held if one.needs_put_back]
+            if any(one.elements.is_cuda for one in changed):
+                if torch.cuda.is_current_stream_capturing():
+                    return  # the copies would be repeated when their memory is no longer there
+            if changed:
+                to, values = [one.elements for one in changed], [one.values for one in changed]
+                torch._foreach_copy_(to, values)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -239,13 +265,21 @@ class ModelState:
                     )
         _watched_modes.setdefault(self.model, set()).add(self.mode)
         if lost:
-            paths = {id(module): f"{path}." for path, module in self.model.named_modules() if path}
-            names = [paths.get(id(held.module), "") + held.name for held in lost]
             raise ModelError(
-                f"a forward pass has written to {few(names)}, as none had when the model was first "
-                "measured in this mode: this call leaves that changed. Measure again: from now on "
-                "it is put back"
+                f"a forward pass has written to {self._named(lost)}, as none had when the model "
+                "was first measured in this mode: this call leaves that changed. Measure again: "
+                "from now on it is put back"
             )
+        views = [held for held in self._written if held.tensor.requires_grad]
+        if any(is_view(held.tensor) and not held.requires_grad for held in views):
+            raise ModelError(
+                f"a forward pass makes {self._named(views)}, a view, part of its graph, which "
+                "nobody can undo: write to it under torch.no_grad()"
+            )
+
+    def _named(self, tensors: Iterable[_Held]) -> str:
+        paths = {id(module): f"{path}." for path, module in self.model.named_modules() if path}
+        return few([paths.get(id(held.module), "") + held.name for held in tensors])
 
     def _note(self, written: Sequence[_Held]) -> list[_Held]:
         """Note which tensors passes write, and return those without a copy."""
@@ -264,20 +298,14 @@ class ModelState:
 
     @contextmanager
     def saved_copies(self) -> Iterator[None]:
-        """Have graphs made within this context keep copies of what their pass has written.
-
-        The model's own tensors are put back before such a graph runs backward.
-        """
+        """Have graphs made within this context keep copies of what their pass has written."""
         if not self._written or saved_tensors_are_hooked():
             yield
             return
-        storages = {held.elements.untyped_storage().data_ptr() for held in self._written}
+        storages = {storage(held.elements) for held in self._written}
 
         def pack(t: Tensor) -> tuple[Tensor, int]:
-            if type(t) in TENSORS and t.layout is torch.strided:
-                if t.untyped_storage().data_ptr() in storages:
-                    t = t.clone()
-            kept = t.detach()
+            kept = (t.clone() if storage(t) in storages else t).detach()
             return kept, kept._version
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:
@@ -311,24 +339,29 @@ def _state_of(model: nn.Module) -> ModelState | None:
     return next((state for state in _open.get()[::-1] if id(model) in state.ids), None)
 
 
+def put_back(model: nn.Module) -> None:
+    """Put back what passes have changed in a model, before it is looked at."""
+    state = _state_of(model)
+    if state is not None:
+        state.put_back()
+
+
 def begin_pass(model: nn.Module) -> None:
-    """Put back the values of tensors that passes may write, before a captured pass is repeated."""
+    """Put back what passes have changed in a model, before a captured pass is repeated."""
     state = _state_of(model)
     if state is not None:
         state.begin_pass()
 
 
-def run_twice_if_it_writes(model: nn.Module, x: Any, forward: Callable[[Any], _Result]) -> _Result:
-    """Run a forward pass, and again where it is the first to write to a tensor.
+def passes_write() -> bool:
+    """Return True if passes of a model that is kept here write tensors that are no parameters."""
+    return any(state.writes for state in _open.get())
 
-    The graph of the first one has no copy of that. Inputs are copied where they could be written.
-    """
+
+def first_writes(model: nn.Module) -> int | None:
+    """Return how often a pass was the first to write to a tensor; None if none has run yet."""
     state = _state_of(model)
-    if state is None:
-        return forward(x)
-    before = state.first_writes
-    result = forward(copied(x) if state.is_new else x)
-    return result if state.first_writes == before else forward(x)
+    return None if state is None or state.is_new else state.first_writes
 
 
 @contextmanager
@@ -352,14 +385,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def forward_pass(
-    model: Any, *, dtype: torch.dtype | None = None, watched: bool = True
+    model: Any, *, dtype: torch.dtype | None = None, watched: bool = True, copies: bool = False
 ) -> Iterator[None]:
-    """Run one forward pass of a model within this context, and put back its state.
+    """Run one forward pass of a model within this context, from the state that is kept of it.
+
+    What the pass changes stays for its backward pass, until another begins or `unchanged` ends.
+    A model of which no state is kept has its attributes put back at once.
 
     Args:
         model: Module, or a function, which has no state.
         dtype: Type of plain floating-point tensors among the modules' attributes meanwhile.
         watched: Whether the pass may write the model's own tensors.
+        copies: Whether its graph keeps copies of what the pass writes.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -376,10 +413,12 @@ def forward_pass(
             cast_attributes(one.held, dtype)
     try:
         with own.watched() if own and watched else nullcontext():
-            with own.saved_copies() if own else nullcontext():
+            with states[-1].saved_copies() if states and copies else nullcontext():
                 yield
     finally:
-        unbuilt = [one.module for one in others if one.restore()]
-        for state in states:
-            unbuilt += state.end_pass()
-        remove_hooks_since(next_hook, unbuilt)
+        remove_hooks_since(next_hook, chain(others, *(state.attributes for state in states)))
+        for one in others:
+            one.restore()
+        if dtype is not None:
+            for state in states:
+                state.put_back()

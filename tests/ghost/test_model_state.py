@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import deque
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import trust_state
@@ -15,7 +16,9 @@ from pytest import fixture, mark
 from recorders import Again
 from single_samples import Written, truth
 from torch import nn
+from torch.func import grad, vmap
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from untouched import MEASURES
 
 import fastlr
@@ -24,7 +27,7 @@ from fastlr.ghost.api import engine_for
 from fastlr.ghost.model_io import ModelView, call, call_with
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.verification.copies import with_buffers_moved
-from fastlr.ghost.writes import LARGE, unchanged
+from fastlr.ghost.writes import LARGE, ModelState, unchanged
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -319,6 +322,108 @@ def test_a_graph_keeps_what_its_pass_has_written(unseen, is_buffer, is_late, siz
                 norms(net, x, v)
     for _ in range(2):
         assert_close(norms(net, x, v), truth(net, (x,), v), rtol=1e-4, atol=0)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, scale):
+        ctx.scale = scale  # which autograd does not know of
+        return h * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.scale, None
+
+
+def in_own_function(net, x):
+    net.buffer.copy_(net.layer.weight.detach().norm())
+    return Scaled.apply(net.layer(x).tanh(), net.buffer)
+
+
+def in_checkpoint(net, x):
+    net.buffer.copy_(net.layer.weight.detach().norm())
+    return checkpoint(lambda h: h.tanh() * net.buffer, net.layer(x), use_reentrant=False)
+
+
+def assigned_for_checkpoint(net, x):
+    net.held = net.layer.weight.detach().norm()
+    return checkpoint(lambda h: h.tanh() * net.held, net.layer(x), use_reentrant=False)
+
+
+def in_hook(net, x):
+    net.buffer.copy_(net.layer.weight.detach().norm())
+    h = net.layer(x)
+    h.register_hook(lambda g: g * net.buffer)
+    return h.tanh()
+
+
+def beside_functional_gradient(net, x):
+    net.buffer += 1
+    return vmap(grad(lambda row: net.layer(row).tanh().sum()))(x)[:, :3]
+
+
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")
+@mark.parametrize(
+    "function",
+    [in_own_function, in_checkpoint, assigned_for_checkpoint, in_hook, beside_functional_gradient],
+)
+def test_a_backward_pass_reads_what_its_forward_pass_has_written(function):
+    layer = nn.Linear(5, 3)
+    net = Written(function, layer=layer, held=None, buffer=nn.Buffer(torch.ones(()))).eval()
+    x, v = torch.randn(4, 5), torch.randn(4, 3)
+    got = [norms(net, x, v) for _ in range(2)]
+    what = {"predictive": fastlr.Gaussian(), "probe": "exact"}
+    estimate = fastlr.estimate(net, fastlr.TensorInputs(x), 4, batch_size=4, **what).per_sample
+    loss = fastlr.redundancy_loss(net, x, reduction="none", **what)
+    assert float(net.buffer) == 1
+    want = [truth(net, (x,), torch.eye(3)[[k] * 4]) for k in range(3)]
+    assert_close(estimate, sum(want), rtol=1e-4, atol=0)
+    assert_close(loss.double(), sum(want), rtol=1e-4, atol=0)
+    for one in got:
+        assert_close(one, truth(net, (x,), v), rtol=1e-4, atol=0)
+
+
+def test_hooks_of_any_number_stay():
+    """A model that another process has pickled may have higher numbers than are given here."""
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    hooks = net._forward_pre_hooks
+    net.register_forward_pre_hook(lambda net, given: (2 * given[0],))
+    hooks[1 << 40] = hooks.popitem()[1]
+    net.register_forward_hook(lambda *given: None)
+    for _ in range(2):
+        assert_close(norms(net, x, torch.ones(4, 2)), truth(net, (x,), torch.ones(4, 2)))
+        fastlr.metrics.dormant_ratio(nn.Sequential(net, nn.ReLU()), x)
+    assert list(hooks) == [1 << 40]
+
+
+def test_what_is_not_written_is_not_touched(tmp_path):
+    """Memory that cannot be written to ended the process."""
+    np.save(tmp_path / "mean.npy", np.ones(5, np.float32))
+    mean = torch.from_numpy(np.load(tmp_path / "mean.npy", mmap_mode="r"))
+    table = nn.Embedding(7, 5)
+    parts = {"layer": nn.Linear(5, 3), "table": table, "mean": nn.Buffer(mean)}
+    parts["conjugate"] = nn.Buffer(torch.tensor(1j).conj())
+
+    def function(net, ids):
+        return net.layer(net.table(ids) - net.mean) * (1 + net.conjugate.imag)
+
+    net = Written(function, **parts).eval()
+    ids, v = torch.arange(4), torch.ones(4, 3)
+    net.conjugate = torch.tensor(0j).conj()
+    assert_close(norms(net, ids, v), truth(net, (ids,), v))
+    assert ModelState(net)._parameters == [], "a table without max_norm is no small matter"
+
+
+def test_views_that_a_pass_makes_part_of_its_graph_are_refused():
+    def cached(net, x):
+        net.keys[: len(x)] = net.layer(x)
+        return net.keys[: len(x)].tanh()
+
+    both = torch.zeros(2, 8, 3)
+    net = Written(cached, layer=nn.Linear(5, 3)).eval()
+    net.register_buffer("keys", both[0])
+    with refused("makes keys, a view", fastlr.ModelError):
+        norms(net, torch.randn(4, 5), torch.randn(4, 3))
 
 
 def test_zero_buffers_are_moved():

@@ -34,6 +34,7 @@ from fastlr.ghost.model_io import ModelView, call, call_with, select_output
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import emptied_caches
 from fastlr.ghost.tokens import storage
+from fastlr.ghost.writes import put_back
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import DispatchMode, hooks_of_all_modules, tree_leaves
 
@@ -76,6 +77,7 @@ class CloneOrModel:
         if self._tried:
             return
         self._tried = True
+        put_back(self.model)
         if not self._may_have_clone():
             return
         device = next(iter(tensors.values())).device.type
@@ -95,6 +97,7 @@ class CloneOrModel:
     def take_known_clone(self) -> None:
         """Run a clone where one of the very program was found to be right before."""
         self._tried = True
+        put_back(self.model)
         if self.model not in _right or not self._may_have_clone():
             return
         if _right[self.model] == fingerprint(self.model):

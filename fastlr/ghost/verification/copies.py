@@ -106,7 +106,7 @@ class Subject:
         """Run the forward pass."""
         x = cast_inputs(x, self.dtype)
         if self.tensors is None:
-            return call(self.model, x, dtype=self.dtype)
+            return call(self.model, x, dtype=self.dtype, copies=True)
         if self.clone_or_model is None:
             return call_with(self.model, self.tensors, x, dtype=self.dtype)
         return self.clone_or_model.call_with(self.tensors, x, dtype=self.dtype)
