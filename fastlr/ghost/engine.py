@@ -45,7 +45,7 @@ from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.writes import put_back, unchanged
+from fastlr.ghost.writes import passes_write, put_back, unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
@@ -334,23 +334,25 @@ class Engine:
             return self._forward_unfolded(x)
         z = self._forward(x)
         nothing_to_compare_norms_with = self.view.sample_count(z) == 1
-        if nothing_to_compare_norms_with and self.folding.blocks.has_folded:
+        if nothing_to_compare_norms_with and (self.folding.blocks.has_folded or passes_write()):
             known.shapes_of_one_sample.put(shapes, True)
             return self._forward_unfolded(x)
         return z
 
     def _forward_unfolded(self, x: Any) -> Tensor:
-        """Run the model as it says."""
+        """Run the model as it says, and keep no copies of what it writes."""
         with unfolded():
-            return self._forward(x)
+            return self._forward(x, copies=False)
 
-    def _forward(self, x: Any) -> Tensor:
+    def _forward(self, x: Any, *, copies: bool = True) -> Tensor:
         """Run the model folded, on copies of the inputs unless it is known to write to none."""
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
         with cudnn_as_user_set(self.view.device):
-            z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
+            z = self.folding.run(
+                self.view.named, lambda: self.view.forward(given, copies=copies), given
+            )
         written = times_written(given) != before
         if written and is_known_to_write_none:
             self._writes_inputs = True
