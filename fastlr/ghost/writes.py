@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import ModelError, few
 from fastlr.ghost.introspection import weakly_by_module
-from fastlr.ghost.state import attributes_of, cast_attributes, emptied_caches, remove_hooks_since
+from fastlr.ghost.state import (
+    Attributes,
+    attributes_of,
+    cast_attributes,
+    emptied_caches,
+    remove_hooks_since,
+)
 from fastlr.ghost.tokens import address, storage
 from fastlr.ops.torch_private import is_view, no_torch_function, saved_tensors_are_hooked
 
-_Result = TypeVar("_Result")
 LARGE = 1 << 14  # elements of a tensor that is copied only if a pass has written it
 
 _written = WeakTensorKeyDictionary()  # tensor -> modes in which a forward pass has written it
@@ -406,19 +411,24 @@ def forward_pass(
     next_hook = RemovableHandle.next_id
     for state in states:
         state.begin_pass()
-    for module, name in emptied_caches():
-        vars(module)[name].clear()
-    if dtype is not None:
-        for one in own.attributes if own else others:
-            cast_attributes(one.held, dtype)
+    _run_otherwise(own.attributes if own else others, dtype)
+    noted = own.watched() if own and watched else nullcontext()
+    copied = (own or states[-1]).saved_copies() if states and copies else nullcontext()
     try:
-        with own.watched() if own and watched else nullcontext():
-            with states[-1].saved_copies() if states and copies else nullcontext():
-                yield
+        with noted, copied:
+            yield
     finally:
         remove_hooks_since(next_hook, chain(others, *(state.attributes for state in states)))
         for one in others:
             one.restore()
-        if dtype is not None:
-            for state in states:
-                state.put_back()
+        for state in states if dtype else ():
+            state.put_back()
+
+
+def _run_otherwise(attributes: Iterable[Attributes], dtype: torch.dtype | None) -> None:
+    """Empty caches, and cast plain tensors among attributes, for the pass that begins."""
+    for module, name in emptied_caches():
+        vars(module)[name].clear()
+    if dtype is not None:
+        for one in attributes:
+            cast_attributes(one.held, dtype)
