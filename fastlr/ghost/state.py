@@ -61,7 +61,17 @@ class Attributes:
         parts: Tensors and modules that its attributes and their containers hold, with names.
     """
 
-    __slots__ = ("_buffers", "_built", "_contents", "_entries", "held", "hooks", "module", "parts")
+    __slots__ = (
+        "_buffers",
+        "_contents",
+        "_entries",
+        "_modules",
+        "_parameters",
+        "held",
+        "hooks",
+        "module",
+        "parts",
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
@@ -72,7 +82,10 @@ class Attributes:
         hooks = filter(None, map(self.held.get, _HOOKS))
         self.hooks = [(registry, registry.copy()) for registry in hooks]
         self._buffers = dict(module._buffers.items())
-        self._built = (*module._modules.values(), *module._parameters.values())
+        self._modules, self._parameters = (
+            dict(module._modules.items()),
+            [*module._parameters.values()],
+        )
         for name in self.held.keys() - INTERNAL:
             value = self.held[name]
             kind = type(value)
@@ -86,8 +99,10 @@ class Attributes:
     @property
     def has_built(self) -> bool:
         """True if the module has made submodules or parameters, with which the rest belongs."""
-        parts = (*self.module._modules.values(), *self.module._parameters.values())
-        return not _same(parts, self._built)
+        before, now = self._modules, self.module._modules.items()
+        if any(part is not None and before.get(name) is None for name, part in now):
+            return True
+        return not _same(self.module._parameters.values(), self._parameters)
 
     def restore(self) -> bool:
         """Put back what differs in the module; False if it has built other parts, and stays.
@@ -106,16 +121,10 @@ class Attributes:
                 now = registry.copy()
                 registry.clear()
                 registry.update(before | now)
-        if not _same(module._buffers.values(), self._buffers.values()):
-            self._put_back_buffers()
+        for registry, entries in (module._buffers, self._buffers), (module._modules, self._modules):
+            if not _same(registry.values(), entries.values()):
+                _put_back_registry(registry, entries)
         return True
-
-    def _put_back_buffers(self) -> None:
-        buffers: Any = self.module._buffers
-        if isinstance(buffers, _REGISTRIES):
-            buffers.clear()
-        for name, buffer in self._buffers.items():
-            buffers[name] = buffer
 
     def _put_back_entries(self) -> None:
         for name in [n for n in self.held if n not in self._entries and n not in INTERNAL]:
@@ -123,6 +132,13 @@ class Attributes:
         for name, value in self._entries.items():
             if name not in self.module._buffers and self.held.get(name, self) is not value:
                 self.held[name] = value
+
+
+def _put_back_registry(registry: Any, entries: dict[str, Any]) -> None:
+    if isinstance(registry, _REGISTRIES):
+        registry.clear()
+    for name, entry in entries.items():
+        registry[name] = entry
 
 
 def _is_part(value: Any) -> bool:

@@ -15,7 +15,7 @@ written there is refused as random. A graph keeps a copy of whatever else its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
@@ -42,6 +42,7 @@ from fastlr.ops.torch_private import is_view, no_torch_function, saved_tensors_a
 LARGE = 1 << 14  # elements of a tensor that is copied only if a pass has written it
 
 _written = WeakTensorKeyDictionary()  # tensor -> modes in which a forward pass has written it
+_seen = WeakTensorKeyDictionary()  # large tensor -> modes in which it was watched
 _watched_modes = weakly_by_module()  # model -> modes in which a forward pass was watched
 
 
@@ -161,10 +162,8 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.attributes = model, attributes_of(model)
-        self.modules = [one.module for one in self.attributes]
-        self.ids = frozenset(map(id, self.modules))
-        self.mode = tuple([module.training for module in self.modules])
+        self.model = model
+        self.attributes: list[Attributes] = []
         self.first_writes = 0
         self._is_changed = False
         self._next_hook = RemovableHandle.next_id
@@ -172,15 +171,32 @@ class ModelState:
         self._written: list[_Held] = []  # those among them that passes write in this mode
         self._parameters: list[_Held] = []  # that passes write
         self._large: list[_Held] = []  # of which there is no copy, parameters among them
+        self._take_in(())
+
+    def _take_in(self, built: Collection[int]) -> None:
+        """Take in modules as they are now: those of these ids, and new ones."""
+        known = {id(one.module): one for one in self.attributes if id(one.module) not in built}
+        self.attributes = [known.get(id(one.module), one) for one in attributes_of(self.model)]
+        self.modules = [one.module for one in self.attributes]
+        self.ids = frozenset(map(id, self.modules))
+        self.mode = tuple([module.training for module in self.modules])
+        before = (*self._kept, *self._parameters, *self._large)
+        held = {id(one.tensor): one for one in before if id(one.module) not in built}
+        self._kept, self._written, self._parameters, self._large = [], [], [], []
         with no_torch_function(), torch.no_grad():
-            for held in self._tensors():
-                self._sort(held)
-            _keep(self._kept + self._parameters)
+            for one in self._tensors():
+                self._sort(held.get(id(one.tensor), one))
+            _keep(one for one in self._kept + self._parameters if one.values is None)
+        self._unseen = [
+            one
+            for one in self._large
+            if not one.is_parameter and self.mode not in _seen.get(one.tensor, ())
+        ]
 
     @property
     def is_new(self) -> bool:
-        """True before the first forward pass in this mode."""
-        return self.mode not in _watched_modes.get(self.model, ())
+        """True before the first forward pass in this mode, or with other large tensors."""
+        return bool(self._unseen) or self.mode not in _watched_modes.get(self.model, ())
 
     @property
     def writes(self) -> bool:
@@ -189,7 +205,8 @@ class ModelState:
 
     def _tensors(self) -> Iterator[_Held]:
         """Yield the tensors that passes may write, each once, parameters first."""
-        known = {id(held.tensor) for state in _open.get() for held in state._kept}
+        others = [state for state in _open.get() if state is not self]
+        known = {id(held.tensor) for state in others for held in state._kept}
         places: list[tuple[nn.Module, Iterable[tuple[str, Any]], bool]] = [
             (module, module._parameters.items(), True) for module in self.modules
         ]
@@ -237,6 +254,8 @@ class ModelState:
             for one in held:
                 one.reattach()
             changed = [one for one in held if one.needs_put_back]
+            if built:
+                self._take_in(built)
             if any(one.elements.is_cuda for one in changed):
                 if torch.cuda.is_current_stream_capturing():
                     return  # the copies would be repeated when their memory is no longer there
@@ -253,8 +272,8 @@ class ModelState:
         """
         is_new = self.is_new
         with no_torch_function(), torch.no_grad():
-            if is_new:
-                _keep(self._large)
+            whole = self.mode not in _watched_modes.get(self.model, ())
+            _keep(self._large if whole else self._unseen)
             tensors = self._kept + self._parameters + self._large
             before = [held.tensor._version for held in tensors]
         lost: list[_Held] = []
@@ -269,6 +288,9 @@ class ModelState:
                         [t for t, old, new in versions if old != new or (is_new and t.differs)]
                     )
         _watched_modes.setdefault(self.model, set()).add(self.mode)
+        for held in self._unseen:
+            _seen.setdefault(held.tensor, set()).add(self.mode)
+        self._unseen = []
         if lost:
             raise ModelError(
                 f"a forward pass has written to {self._named(lost)}, as none had when the model "

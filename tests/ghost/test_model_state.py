@@ -6,6 +6,7 @@ Attributes, containers, caches and buffers are looked at.
 import gc
 import weakref
 from collections import deque
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -424,6 +425,58 @@ def test_views_that_a_pass_makes_part_of_its_graph_are_refused():
     net.register_buffer("keys", both[0])
     with refused("makes keys, a view", fastlr.ModelError):
         norms(net, torch.randn(4, 5), torch.randn(4, 3))
+
+
+def test_a_module_that_stands_for_another_is_put_back():
+    """Its module stayed as the proof had left it, with attributes in float64."""
+
+    def switched(net, x):
+        net.head = net.heads[net.task]
+        net.count += 1
+        return net.head(x) * net.scale
+
+    heads = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+    parts = {"heads": heads, "head": heads[0], "scale": torch.ones(3), "count": 0, "task": 1}
+    net, x, v = Written(switched, **parts).eval(), torch.randn(4, 5), torch.randn(4, 3)
+    for _ in range(2):
+        before = contents(net)
+        got = norms(net, x, v)
+        assert contents(net) == before
+        assert net.head is heads[0]
+        assert net.scale.dtype == torch.float32
+        assert_close(got, truth(deepcopy(net), (x,), v), rtol=1e-4, atol=0)
+
+
+@mark.filterwarnings("ignore:2 tensors of shapes:fastlr.FastlrWarning")
+def test_a_module_that_has_built_its_head_keeps_the_state_of_then():
+    def lazy(net, x):
+        if net.head is None:
+            net.head = nn.Linear(5, 3)
+        net.count += 1
+        net.counts += 1
+        return net.layer(x) + net.head(x) + net.count
+
+    parts = {"head": None, "count": 0, "counts": nn.Buffer(torch.zeros(())), "scale": torch.ones(3)}
+    net, x, v = (
+        Written(lazy, layer=nn.Linear(5, 3), **parts).eval(),
+        torch.randn(4, 5),
+        torch.ones(4, 3),
+    )
+    for _ in range(2):
+        norms(net, x, v)
+        assert (net.count, float(net.counts), net.scale.dtype) == (1, 1, torch.float32)
+    assert isinstance(net.head, nn.Linear)
+
+
+def test_large_buffers_that_are_replaced_are_watched_again():
+    def writes(net, x):
+        net.cache.add_(1)
+        return net.layer(x)
+
+    net = Written(writes, layer=nn.Linear(5, 3), cache=nn.Buffer(torch.zeros(LARGE + 1))).eval()
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        norms(net.to(dtype), torch.randn(4, 5, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+        assert not net.cache.any()
 
 
 def test_zero_buffers_are_moved():
