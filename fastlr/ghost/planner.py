@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import FastlrError, InputError, InteractionError, first_line, warn
+from fastlr.errors import (
+    FastlrError,
+    InputError,
+    InteractionError,
+    RandomForwardError,
+    first_line,
+    warn,
+)
 from fastlr.ghost.backward import Structure
-from fastlr.ghost.batch import Batch
+from fastlr.ghost.batch import Batch, copied
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph, Place
@@ -25,6 +32,7 @@ from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, Sha
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.ownership import RowsOfGraph, trace
 from fastlr.ghost.sample_axis import Layout
+from fastlr.ghost.verification.agreement import agree, unexplained
 from fastlr.ghost.verification.batch_checks import (
     Options,
     every_layout,
@@ -37,6 +45,7 @@ from fastlr.ghost.verification.few_samples import takes_even_only
 from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ghost.writes import passes_write
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 
@@ -254,13 +263,30 @@ def compared(chunk: Chunk) -> Batch:
     Raises:
         InteractionError: the outputs depend on the company.
         InputError: the model fails on parts of the batch.
+        RandomForwardError: a model that writes draws at random what it writes.
     """
     chunk.known.comparisons += 1
+    if passes_write():
+        _require_the_same_again(chunk)
     chunk.compared_with_many = bool(chunk.ledger.reason_to_look)
     batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
+
+
+def _require_the_same_again(chunk: Chunk) -> None:
+    """Require that a second pass over the batch gives its output.
+
+    A few samples do not show it where each is a cluster of its own, as in a vector quantiser.
+    """
+    view = chunk.view
+    again, relative = view.outputs(copied(chunk.x)), unexplained(chunk.z, view.parameters.values())
+    if not agree(chunk.z.detach(), again, relative, None, view.out_dim):
+        raise RandomForwardError(
+            "two forward passes on the same inputs differ: the model fits itself to its first "
+            "batch at random. Run it once on data, then measure it"
+        )
 
 
 def _batch_that_can_be_parted(chunk: Chunk) -> Batch:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import trust_state
 from expected import refused
-from pytest import fixture, mark
+from pytest import fixture, mark, raises
 from recorders import Again
 from single_samples import Written, truth
 from torch import nn
@@ -298,6 +298,28 @@ def test_what_the_first_batch_initialises(unseen):
     net(torch.randn(9, 4))
     values = [fastlr.estimate(net, x, n=64, batch_size=size).value for size in (16, 64, None)]
     assert_close(values, values[:1] * 3)
+
+
+def test_codes_that_are_drawn_from_the_first_batch():
+    """Three samples have a code each, and rounding seemed to explain some batches."""
+
+    def quantised(net, x):
+        h = net.layer(x)
+        if not net.fitted:
+            net.codes.data.copy_(h.detach()[torch.randint(len(h), (16,))])
+            for _ in range(5):
+                nearest = torch.cdist(h.detach(), net.codes).argmin(1)
+                for code in nearest.unique():
+                    net.codes.data[code] = h.detach()[nearest == code].mean(0)
+            net.fitted.data.fill_(True)
+        return net.head(net.codes[torch.cdist(h, net.codes).argmin(1)])
+
+    for seed in range(8):
+        torch.manual_seed(seed)
+        held = {"codes": nn.Buffer(torch.zeros(16, 8)), "fitted": nn.Buffer(torch.tensor(False))}
+        net = Written(quantised, layer=nn.Linear(6, 8), head=nn.Linear(8, 3), **held).eval()
+        with raises(fastlr.ModelError):
+            norms(net, torch.randn(32, 6), torch.ones(32, 3))
 
 
 @mark.parametrize("unseen", [False, True])
