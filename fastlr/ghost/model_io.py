@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
 from fastlr.ghost.writes import copied_if_written, first_writes, forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
+from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
@@ -270,8 +271,11 @@ def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None, copies: b
 def _run(run: Callable[[Any, bool], Any], x: Any, copies: bool) -> Any:
     """Run a forward pass with copies of what it writes, or without where torch allows none."""
     if copies and passes_write():
-        with suppress(RuntimeError):  # torch.func takes no hooks of saved tensors
+        try:
             return run(copied(x), True)
+        except RuntimeError as error:  # torch.func takes no hooks of saved tensors
+            if isinstance(error, FastlrError) or out_of_memory(error):
+                raise
     return run(x, False)
 
 

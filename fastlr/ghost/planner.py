@@ -276,13 +276,14 @@ def compared(chunk: Chunk) -> Batch:
 
 
 def _require_the_same_again(chunk: Chunk) -> None:
-    """Require that a second pass over the batch gives its output.
+    """Require that two passes over the batch, by the model as it is, give the same output.
 
     A few samples do not show it where each is a cluster of its own, as in a vector quantiser.
     """
     view = chunk.view
-    again, relative = view.outputs(copied(chunk.x)), unexplained(chunk.z, view.parameters.values())
-    if not agree(chunk.z.detach(), again, relative, None, view.out_dim):
+    first, again = [view.outputs(copied(chunk.x)) for _ in range(2)]
+    relative = unexplained(first, view.parameters.values())
+    if not agree(first, again, relative, None, view.out_dim):
         raise RandomForwardError(
             "two forward passes on the same inputs differ: the model fits itself to its first "
             "batch at random. Run it once on data, then measure it"

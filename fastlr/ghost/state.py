@@ -82,10 +82,8 @@ class Attributes:
         hooks = filter(None, map(self.held.get, _HOOKS))
         self.hooks = [(registry, registry.copy()) for registry in hooks]
         self._buffers = dict(module._buffers.items())
-        self._modules, self._parameters = (
-            dict(module._modules.items()),
-            [*module._parameters.values()],
-        )
+        self._modules = dict(module._modules.items())
+        self._parameters = list(module._parameters.values())
         for name in self.held.keys() - INTERNAL:
             value = self.held[name]
             kind = type(value)
