@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from fastlr.errors import FastlrError, ModelError
+
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
+_MOST = 256  # entries of a container that are looked at
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -116,8 +120,21 @@ def _parts(model: nn.Module) -> frozenset[int]:
         parts.update(map(id, module._buffers.values()))
         below = type(module).__name__
         todo += [(f"{key} of {below}", m) for key, m in module._modules.items() if m is not None]
+        todo += [(f"an attribute of {below}", m) for m in _outside(module)]
     parts.discard(id(None))
     return frozenset(parts)
+
+
+def _outside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a module's attributes hold beside its submodules, one deep."""
+    held = vars(module)
+    for name in held.keys() - _OWN:
+        value = held[name]
+        kind = type(value)
+        entries = value.values() if kind is dict else value if kind is list or kind is tuple else ()
+        for entry in (value, *islice(entries, _MOST)):
+            if issubclass(type(entry), nn.Module):
+                yield entry
 
 
 def _take(hold: _Hold) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from expected import refused
 from pytest import mark
+from single_samples import Written
 from threads import meanwhile, small_models, together
 from torch import nn
 from untouched import untouched
@@ -128,6 +129,22 @@ def test_models_that_share_a_module():
         assert fresh[0][0] is fresh[2][0]
         with untouched(fresh[0]), untouched(fresh[1]), untouched(fresh[2]):
             assert together(*[partial(redundancy, model, inputs) for model in fresh]) == alone
+
+
+def test_models_that_share_a_module_outside_of_their_trees():
+    """Its state moved between the passes of another thread, whose values were wrong."""
+    tool = nn.BatchNorm1d(4)
+
+    def drifting(net, x):
+        net.tools[0].running_mean.add_(1)
+        return net.layer(x - net.tools[0].running_mean)
+
+    models = [Written(drifting, layer=nn.Linear(4, 3), tools=[tool]).eval() for _ in range(3)]
+    inputs = fastlr.TensorInputs(samples((4,)))
+    alone = [redundancy(model, inputs) for model in models]
+    for _ in range(3):
+        assert together(*[partial(redundancy, model, inputs) for model in models]) == alone
+        assert not tool.running_mean.any()
 
 
 # -- several models
