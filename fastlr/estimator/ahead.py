@@ -20,6 +20,7 @@ from fastlr.estimator.passes import Passes
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.runtime import late_line
+from fastlr.ghost.verification.audit import Draw
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch
 from fastlr.ops.cudnn import never_cudnn
@@ -98,7 +99,7 @@ class Ahead:
         launches, note = compile_ahead.noted()
         try:
             with warnings_ignored(), never_cudnn(), ops.noting_launches(note):
-                own.norms(start, stop)
+                own.norms(start, stop, Draw(0))
         finally:
             if own.view.device.type == "cuda":
                 torch.cuda.empty_cache()  # plain torch takes more than kernels do

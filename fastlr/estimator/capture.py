@@ -1,8 +1,8 @@
 """A function of a model captured as a CUDA graph, and replayed on other inputs.
 
 The graph reads and writes memory where it is. So a captured function has inputs of its own, into
-which those of a call are copied, and results that each replay fills anew; and it holds as long as
-the model's tensors are where they were and the model is the same program (`relied_on`).
+which those of a call are copied, and results that each replay fills. It holds as long as the
+model's tensors are where they were and its attributes have the same values (`relied_on`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost import program
-from fastlr.ghost.tokens import address
+from fastlr.ghost.objects import INTERNAL, address
+from fastlr.ghost.state import Attributes, attributes_of
 from fastlr.ghost.writes import put_back
-from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
 # Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
@@ -114,27 +113,45 @@ def _capture_with_own_generator(graph: Any) -> None:
     graph.capture_begin = capture_begin
 
 
+NUMBERS = frozenset((bool, int, float, str))  # attributes that a capture may have read as constants
+
+
 class ReliedOn(NamedTuple):
-    """All about a model that a captured graph relies on, but its tensors' values.
+    """Properties of a model that a captured graph relies on.
 
     Attributes:
-        places: Of `places`: a graph reads tensors where they are, so their values may change.
-        modules: Ids of the modules.
-        program: What a forward pass may branch on.
+        places: Addresses of tensors (see `places`): their values may change.
+        modules: Numbers and texts among each module's attributes, code of its hooks, and its id.
     """
 
     places: tuple
-    modules: tuple[int, ...]
-    program: bytes
+    modules: tuple
 
 
 def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> ReliedOn:
     """Return what a graph relies on that reads a model and other tensors."""
     put_back(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    modules = tuple(map(id, all_modules(model)))
-    known = program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
-    return ReliedOn(places(model, others), modules, known)
+    return ReliedOn(places(model, others), tuple(map(_constants, attributes_of(model))))
+
+
+def _constants(one: Attributes) -> tuple:
+    """Return what a capture may have read of a module: numbers, tensors' addresses, code of hooks.
+
+    Containers among the attributes are read one deep.
+    """
+    hooks = [hook for _, held in one.hooks for hook in held.values()]
+    found: list[Any] = [id(one.module), *(getattr(h, "__code__", type(h)) for h in hooks)]
+    found += [address(part) for _, part in one.parts if isinstance(part, Tensor)]
+    for name, value in one.held.items():
+        if name in INTERNAL:
+            continue
+        kind = type(value)
+        if kind in NUMBERS:
+            found.append((name, value))
+        elif kind in (list, tuple, dict):
+            entries = value.items() if kind is dict else enumerate(value)
+            found += [(name, key, entry) for key, entry in entries if type(entry) in NUMBERS]
+    return tuple(found)
 
 
 def places(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
@@ -174,7 +191,8 @@ class Captured:
     ) -> None:
         self.recorder = recorder
         self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
-        self._held = program.tensors_held(model)
+        parts = (part for one in attributes_of(model) for _, part in one.parts)
+        self._held = [part.detach() for part in parts if isinstance(part, Tensor)]
         self.result = recorder.capture(lambda: function(*self._inputs))
 
     def replay(self, inputs: Sequence[Any]) -> Any:

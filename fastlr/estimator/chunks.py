@@ -18,6 +18,7 @@ from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.runtime import chunk_for_memory
+from fastlr.ghost.verification.audit import Draw
 from fastlr.ops.compile_ahead import hash_triton_in_background
 from fastlr.ops.deferred_checks import out_of_memory
 
@@ -55,10 +56,7 @@ class Chunks:
         self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
 
     def begin(self) -> None:
-        """Begin a measurement.
-
-        The model may be another program since the one before, or of another precision.
-        """
+        """Begin a measurement: the model may have another precision since the one before."""
         self.replays.begin()
         if self.passes.dtype != self._dtype:
             self._most, self._dtype = None, self.passes.dtype
@@ -96,8 +94,16 @@ class Chunks:
         """Take at most so many inputs at a time from now on."""
         self.size = self._most = size
 
-    def norms(self, start: int, stop: int) -> tuple[Tensor, ChunkNorms | None]:
+    def norms(
+        self, start: int, stop: int, *, first: bool, last: bool
+    ) -> tuple[Tensor, ChunkNorms | None]:
         """Measure inputs start .. stop - 1, by chunks that are halved where memory runs out.
+
+        Args:
+            start: Number of the first input.
+            stop: Number after the last input.
+            first: Whether the measurement begins with them: three are audited.
+            last: Whether it may end with them: the last one is audited, and one at random.
 
         Returns:
             (values [B], or one for a batch of ``probe="batch"``; the norms, or None where there are
@@ -106,8 +112,9 @@ class Chunks:
         chunks: list[ChunkNorms] = []
         while start < stop:
             end, failure = min(start + self.size, stop), None
+            draw = Draw.of_chunk(first and not chunks, last and end == stop)
             try:
-                chunks.append(self._norms(start, end))
+                chunks.append(self._norms(start, end, draw))
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -127,15 +134,15 @@ class Chunks:
             chunks[0].names, table, routes
         )
 
-    def _norms(self, start: int, stop: int) -> ChunkNorms:
+    def _norms(self, start: int, stop: int, draw: Draw) -> ChunkNorms:
         if self.options.probe == "batch":
             return self.passes.batch_gradient(start, stop)
-        table = self.replays.run(start, stop, self.size)
+        table = self.replays.run(start, stop, self.size, draw)
         if table is not None:
             return ChunkNorms(list(self.passes.engine.parameters), table, self._routes)
         if self.on_gpu:
             self.ahead.compile(start, stop)
-        norms = self.passes.norms(start, stop)
+        norms = self.passes.norms(start, stop, draw)
         self.replays.ran(stop - start)
         self._routes = norms.routes
         return norms

@@ -4,38 +4,36 @@ It is captured once for a shape and replayed for every other chunk.
 
 A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of
 kernels of a few microseconds each; replayed, they follow each other without the host. The graph
-reads the weights where they are, so training may go on in between. What it cannot see is a change
-of the *program*: storage that moved, a module or a hook that came or went, a number that a forward
-pass reads. Where the weights are is looked at before a measurement's first replay; `relied_on`
-and a comparison with the model's own output find the rest while the GPU works and after: then the
-graph is dropped and the measurement is made anew, without it.
+reads the weights where they are, so training may go on in between. Before the first replay of a
+measurement, the model's memory, attributes and hooks are compared with those that were captured
+(`relied_on`). What that misses, the audits of the measurement find: samples of the first and the
+last chunk are copied, and run by the model itself after all replays, so that nothing waits for the
+device. If one is wrong, the graph is dropped and the measurement is repeated without it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, places, relied_on
+from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, relied_on
 from fastlr.estimator.passes import Passes
+from fastlr.ghost.auditor import SampleAudit
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
-from fastlr.ghost.verification.agreement import agree, model_noise, output_differs, unexplained
-from fastlr.ghost.verification.noise import Noise
+from fastlr.ghost.verification.audit import Draw
 from fastlr.ghost.writes import begin_pass
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import gathered, out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
 CHANGED = "the model's modules or memory changed"
-COMPARED = 4  # samples whose outputs are held to the model's own
-AUDITED = 8  # samples of a chunk that are audited at once, at most
 
 
 class Replay:
@@ -74,25 +72,15 @@ class Replay:
         self.captured = Captured(recorder, chunk, leaves, self.view.module)
         self.table, self.output, self.x, self.bad = self.captured.result
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
-        self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
-        self.noise: NoiseShare | None = None  # of the outputs, as last measured
-
-    def in_place(self) -> bool:
-        """Return True if the model's parameters and buffers are where they were.
-
-        Then replaying reads no memory of others.
-        """
-        return self.relied_on.places == places(self.view.module)
+        self.seen_bad = torch.zeros(1, dtype=torch.bool, device=device)
+        self.compared = False  # with the model, in the measurement under way
 
     def current(self) -> bool:
-        """Return True if the model is still the program that was captured."""
+        """Return True if the model is what it was when it was captured (see `relied_on`)."""
         return self.relied_on == relied_on(self.view.module)
 
-    def _without_cudnn(self) -> AbstractContextManager[None]:
-        return without_cudnn(self.view.device, self.view.parameters.values())
-
     def run(self, start: int) -> Tensor:
-        """Squared norms [parameters, B] of samples start .. start + size - 1; see `doubts`."""
+        """Return the squared norms [parameters, B] of samples start .. start + size - 1."""
         self.first.fill_(start)
         leaves: list[Any] = []
         if self._make is None:
@@ -103,97 +91,23 @@ class Replay:
         self.seen_bad |= self.bad | self.table.isnan().any()
         return self.table.clone()
 
-    def doubts(self) -> Tensor:
-        """Ask whether the replays hold, without waiting for the answers, which `clean` takes.
+    def audits(self, start: int, draw: Draw) -> list[SampleAudit]:
+        """Return audits of samples of the chunk that was replayed last, from ``start`` on.
 
-        Returns flags on the device: [a value was not finite, outputs differ].
+        They hold no memory of the graph.
         """
-        with self.passes.autocast(), self._without_cudnn():
-            differs = output_differs(self.view, *self._few())
-        asked = torch.stack([self.seen_bad, differs])
-        self.seen_bad.zero_()
-        return asked
+        passes, engine, stop = self.passes, self.engine, start + self.size
+        samples = engine.audits.samples(self.size, draw)
+        if not samples:
+            return []
 
-    def clean(self, bad: bool, differs: bool) -> bool:
-        """Return True if all that was replayed since the last question holds.
+        def again() -> Any:
+            return passes.view.inputs(passes.inputs(start, stop))
 
-        All values were finite, the last outputs are the model's, and audits pass.
-        """
-        with self.passes.autocast(), self._without_cudnn():
-            if bad or (differs and not self._explained()):
-                return False
-            return self._audited()
-
-    def _explained(self) -> bool:
-        """Return True if the last outputs are the model's own but for what its precision explains.
-
-        How much that is takes a run in float64: it is measured once and holds until the next audit,
-        and anew where it does not explain the difference. Its time counts as that of audits.
-        """
-        few, captured = self._few()
-        own, out_dim = self.view.forward(few).detach(), self.view.out_dim
-        relative = unexplained(own, self.view.named.values())
-        known = self.noise
-        if known is not None and agree(
-            captured, own, relative, lambda: known.of(captured, out_dim), out_dim
-        ):
-            return True
-        with self.engine.audits.timed():
-            now = NoiseShare(model_noise(self.view, few), captured, out_dim)
-            self.noise = now
-        return agree(captured, own, relative, lambda: now.of(captured, out_dim), out_dim)
-
-    def _audited(self) -> bool:
-        """Audit samples of the last chunk as long as they are due; True if all are right."""
-        audits = self.engine.audits
-        for _ in range(AUDITED):
-            if not audits.due():
-                break
-            self.noise = None
-            if not self.engine.audit_planned(
-                self.plan, self.x, self.output, self.table, self.cotangent()
-            ):
-                audits.owe()
-                return False
-        return True
-
-    def _few(self) -> tuple[Any, Tensor]:
-        """A few samples of the last chunk, and the captured outputs for them."""
-        samples = range(min(COMPARED, self.size))
-        few = self.view.batch(self.x, self.size).pick(samples)
-        return few, self.output.narrow(self.view.out_dim, 0, len(samples))
-
-
-class NoiseShare:
-    """How far outputs are off by rounding, as a share of the size of each of their columns.
-
-    Args:
-        measured: for some samples, along ``out_dim``; None if nobody can tell.
-        outputs: for these.
-        out_dim: the samples' axis.
-    """
-
-    def __init__(self, measured: Noise | None, outputs: Tensor, out_dim: int) -> None:
-        self.measured = measured
-        self.share: Tensor | None = None
-        if measured is not None:
-            sizes = _largest(outputs, out_dim)
-            self.share = torch.where(sizes > 0, _largest(measured.allowed, out_dim) / sizes, 0.0)
-
-    def of(self, outputs: Tensor, out_dim: int) -> Noise | None:
-        """Return how far these outputs may be off by rounding, the same for all samples.
-
-        None if nobody can tell.
-        """
-        if self.measured is None or self.share is None:
-            return None
-        allowed = (self.share * _largest(outputs, out_dim)).expand(outputs.shape)
-        return Noise(allowed, own=self.measured.own)
-
-
-def _largest(t: Tensor, dim: int) -> Tensor:
-    """The largest size along an axis, of what is finite."""
-    return torch.where(t.isfinite(), t.double().abs(), 0.0).amax(dim, keepdim=True)
+        measured = self.plan, self.x, self.output, self.table
+        with gathered(), passes.autocast():
+            cotangent = self.cotangent()
+            return [engine.audit_of(*measured, cotangent, sample, again) for sample in samples]
 
 
 class Replays:
@@ -206,6 +120,7 @@ class Replays:
 
     Attributes:
         held: the captured chunks by their size.
+        audits: Audits of the measurement under way, to be run after all replays.
         note: why graphs were dropped; None if they were not.
         failures: captures that failed and replays that did not hold; after two there are no more.
     """
@@ -213,21 +128,20 @@ class Replays:
     def __init__(self, passes: Passes, recorder: Callable[[torch.device], Recorder] | None) -> None:
         self.passes, self.engine, self.recorder = passes, passes.engine, recorder
         self.held: dict[int, Replay] = {}
-        # by size, with the program of that run
+        # by size, with what a graph relies on
         self.planned: dict[int, tuple[Plan, ReliedOn]] = {}
-        self.used: set[int] = set()
-        self.asked: list[Replay] = []  # what `doubts` was last asked of
+        self.bad: list[Tensor] = []  # flags of the graphs used in the measurement under way
+        self.audits: list[SampleAudit] = []
         self.failures = 0
         self.note: str | None = None
         self.paused = False
-        self.clock: tuple[float, float] | None = None  # of the first replay since `clean`
-        self.released_unasked = False  # graphs that served since then, and answer no `doubts`
 
     def begin(self) -> None:
-        """Begin a measurement: the model may be another program since the one before."""
-        self.used.clear()
-        self.clock = None
-        self.released_unasked = False
+        """Begin a measurement."""
+        self.bad.clear()
+        self.audits.clear()
+        for replay in self.held.values():
+            replay.compared = False
 
     def ran(self, size: int) -> None:
         """Keep what the engine knows of a chunk of this size, which has been run as it is.
@@ -249,7 +163,7 @@ class Replays:
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it.
 
-        None where none of this size has been run, or the model is another program since.
+        None where none of this size has been run, or the model has changed since.
         """
         if self.recorder is None or size not in self.planned:
             return None
@@ -258,15 +172,14 @@ class Replays:
             return None
         return Replay(self.passes, plan, self.recorder(self.passes.view.device), before)
 
-    def run(self, start: int, stop: int, whole: int) -> Tensor | None:
+    def run(self, start: int, stop: int, whole: int, draw: Draw) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.
 
         None where the chunk must be run as it is. Where memory runs out at a capture, graphs are
         released and the error is raised, for a smaller chunk.
 
         A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the
-        inputs before it, real ones, so that checks and audits may look at them; their norms are
-        left out.
+        inputs before it, real ones, so that audits may draw them; their norms are left out.
         """
         count = size = stop - start
         if not self._wanted() or self.failures > 1:
@@ -274,8 +187,7 @@ class Replays:
         if size < whole <= stop and (whole in self.held or whole in self.planned):
             size = whole
         replay = self.held.get(size)
-        if replay is not None and size not in self.used and not replay.in_place():
-            # Once a measurement.
+        if replay is not None and not replay.compared and not replay.current():
             self.drop(CHANGED)
             return None
         try:
@@ -284,9 +196,11 @@ class Replays:
                 if replay is None:
                     return None
                 self.held[size] = replay
-            if self.clock is None:
-                self.clock = self.engine.audits.clock()
+            if not replay.compared:
+                replay.compared = True
+                self.bad.append(replay.seen_bad.zero_())
             table = replay.run(stop - size)[:, size - count :]
+            self.audits += replay.audits(stop - size, draw)
         except (
             RuntimeError,
             Rerouted,
@@ -301,49 +215,42 @@ class Replays:
             )
             self.failures += 1
             return None
-        self.used.add(size)
         return table
 
     def doubts(self) -> Tensor | None:
-        """Ask whether what was replayed since the last call holds, without waiting.
+        """Run the audits; return flags on the device that say what may be wrong, for `clean`.
 
-        Returns flags on the device, for `clean`.
-
-        None where nothing was replayed, or where the model is another program since: then the
-        graphs are dropped.
+        Nothing waits for the device. None where nothing was replayed.
         """
-        self.asked = [self.held[size] for size in self.used]
-        self.used.clear()
-        if not all(replay.current() for replay in self.asked):
-            # Takes the host long: while the GPU works.
-            self.drop(CHANGED)
+        if not self.bad:
             return None
-        if not self.asked:
-            return None
-        return torch.cat([replay.doubts() for replay in self.asked])
+        with self._as_measured():
+            return torch.cat([*self.bad, *(audit.run() for audit in self.audits)])
 
     def clean(self, doubts: Tensor | None) -> bool:
-        """Return True if what `doubts` asked of holds, given its answers on the host.
+        """Return True if what was replayed holds, given the flags of `doubts` on the host.
 
         Otherwise the graphs are dropped.
         """
-        if self.clock is not None:  # the device has done all that was replayed
-            self.engine.audits.measured_since(self.clock)
-            self.clock = None
-        asked, self.asked = self.asked, []
-        if self.released_unasked:
-            self.released_unasked = False
-            return False
         if doubts is None:
-            return not asked
-        if all(
-            replay.clean(*flags)
-            for replay, flags in zip(asked, doubts.bool().view(-1, 2).tolist(), strict=True)
-        ):
+            return True
+        bad, flags = doubts.bool().split([len(self.bad), 2 * len(self.audits)])
+        asked = zip(self.audits, flags.view(-1, 2).tolist(), strict=True)
+        with self._as_measured():
+            is_right = not bad.any() and all(audit.holds(*flag) for audit, flag in asked)
+        if is_right:
+            self.engine.audits.passed += len(self.audits)
             return True
         self.drop("replayed values were not finite, or not those of the model as it is now")
         self.failures += 1
         return False
+
+    @contextmanager
+    def _as_measured(self) -> Iterator[None]:
+        """Run the model within this context as it was measured."""
+        view = self.passes.view
+        with self.passes.autocast(), without_cudnn(view.device, view.parameters.values()):
+            yield
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -360,10 +267,5 @@ class Replays:
         self.note = f"CUDA graph dropped: {reason}"
 
     def release(self) -> None:
-        """Give back the graphs' memory; a later measurement captures them anew.
-
-        What they have served since the last `doubts` can no longer be held to the model.
-        """
-        self.released_unasked |= bool(self.used)
+        """Give back the graphs' memory; a later measurement captures them again."""
         self.held.clear()
-        self.used.clear()

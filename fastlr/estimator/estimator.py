@@ -77,7 +77,8 @@ class _Run(NamedTuple):
 class LocalRedundancy:
     """An estimator of the local redundancy that is kept between measurements.
 
-    Its plan is made and proven once; the weights may change in between.
+    The plan is kept, and the weights may change in between. Every measurement runs some samples
+    alone, by plain autograd, and compares.
 
     Takes the arguments of :func:`estimate`, and raises its errors.
 
@@ -235,7 +236,8 @@ class LocalRedundancy:
             )
             while done < total and not reached:
                 start, end, stop = members.span(done, chunks.size, total)
-                values, norms = chunks.norms(start, end)
+                may_be_last = stop == total or stopping.may_end(done, stop)
+                values, norms = chunks.norms(start, end, first=done == 0, last=may_be_last)
                 line.cancel()
                 all_values, before, least = members.join(values, chunks.size)
                 if least < chunks.size:  # memory ran out on another rank: all go on with its chunk

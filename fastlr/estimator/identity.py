@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
-from fastlr.ghost.tokens import number
+from fastlr.ghost.objects import number
 from fastlr.inputs.base import Inputs
 
 _PROCESS = uuid4().hex[:12]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,8 @@ from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add
 from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import dense, walk
-from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
-from fastlr.ghost.program import fingerprint
+from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
@@ -41,8 +41,8 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
-# model -> shapes of inputs -> the engine and the program by which its samples are apart, and by
-# which its loss was differentiated
+# model -> shapes of inputs -> the engine and the dtypes with which its samples were seen to be
+# apart, and with which its loss was differentiated
 _looked_at, _differentiated = weakly_by_module(), weakly_by_module()
 
 
@@ -78,8 +78,8 @@ def redundancy_loss(
     derivative.
 
     Args:
-        model: any module whose samples do not interact in eval mode; looked at when its program or
-            the shapes of x are new, not in every batch.
+        model: any module whose samples do not interact in eval mode. This is checked when dtypes or
+            the shapes of x are new, and again as often as costs at most 3 % of the time.
         x: inputs of B samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
         predictive: Categorical, Bernoulli or Gaussian; default as for `estimate`.
         probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2),
@@ -127,6 +127,7 @@ def redundancy_loss(
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     parameters = list(view.parameters.values())
+    begun = time.perf_counter()
     with as_it_was(view.module, view.device), uncompiled():
         shapes, found = refuse_interaction(view, x)
         require_hooks_to_add(view)
@@ -156,6 +157,7 @@ def redundancy_loss(
             if differentiated.get(shapes) != found:
                 _differentiate_once_more(values, parameters)
                 differentiated[shapes] = found
+    found[0].audits.measured(time.perf_counter() - begun)
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
@@ -182,23 +184,27 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
 
 
 def refuse_interaction(view: ModelView, x: Any) -> tuple[tuple[torch.Size, ...], Any]:
-    """Have the engine prove a model that was not proven before, and refuse interaction.
+    """Have the engine measure the batch and audit a sample, and refuse interaction.
 
-    The model is in eval mode already. It is looked at where its program or the shapes of its inputs
-    are new.
+    The model is in eval mode already. It is checked where dtypes or the shapes of its inputs are
+    new, and otherwise as often as costs at most 3 % of the time of its losses.
 
     Returns:
-        The shapes of the inputs, and the engine and the program.
+        The shapes of the inputs, and the engine and the dtypes.
 
     Raises:
         ModelError: Its samples interact, in the forward pass or in the backward pass, or what else
             makes the gradients of samples meaningless, by name.
     """
     shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
-    found = engine_of(view), fingerprint(view.module)
+    engine, kind = engine_of(view), view.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    found = engine, autocast, tuple((name, p.dtype) for name, p in view.parameters.items())
     known = _looked_at.setdefault(view.module, {})
-    if known.get(shapes) != found:
-        refuse_mixed_gradients(found[0], x)
+    is_new = known.get(shapes) != found
+    if is_new or engine.audits.due():
+        with nullcontext() if is_new else engine.audits.timed():
+            refuse_mixed_gradients(engine, x)
         known[shapes] = found
     return shapes, found
 

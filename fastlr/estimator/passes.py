@@ -26,6 +26,7 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import move_samples
 from fastlr.ghost.support_report import shared_inputs
+from fastlr.ghost.verification.audit import Draw
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
 from fastlr.ops.torch_private import tree_map
@@ -209,14 +210,14 @@ class Passes:
         if not _last_operation(self.forward(x)).startswith(_LAYERS):
             warn_of_sigmoid(self.predictive)
 
-    def norms(self, start: int, stop: int) -> ChunkNorms:
-        """Return the norms of these samples.
+    def norms(self, start: int, stop: int, draw: Draw) -> ChunkNorms:
+        """Return the norms of these samples, of which some are audited.
 
         Raises InputError where the model gives another number of samples.
         """
         x = self.inputs(start, stop)
         with self.autocast():
-            norms = self.engine.run(x, self.cotangent(range(start, stop), x))
+            norms = self.engine.run(x, self.cotangent(range(start, stop), x), draw)
         if self.may_be_probabilities:
             self._warn_unless_layer_made_output(x)
         elif start == 0 and self.looked_at < LOOKED_AT and self.ends_in_sigmoid is None:
@@ -256,7 +257,7 @@ class Passes:
             few = range(start, min(stop, start + 2))
             two = self.inputs(few.start, few.stop)
             with self.autocast():
-                self.engine.run(two, self.cotangent(few, two, "sampled"))
+                self.engine.run(two, self.cotangent(few, two, "sampled"), Draw(2))
                 if self.engine.ledger.loop:
                     refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True

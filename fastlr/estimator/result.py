@@ -60,8 +60,8 @@ class Estimate:
         device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
         versions: of fastlr, torch and Python.
-        audits: randomly drawn inputs whose output and gradient norms were held to those of the
-            input beside a copy of itself, and were right.
+        audits: Number of inputs that were run alone by plain autograd in this measurement, and had
+            the same output and gradient norms.
     """
 
     value: float
@@ -158,16 +158,15 @@ class Estimate:
         if self.n == 1:
             error = f"(one {what.removesuffix('es').removesuffix('s')} gives no standard error)"
         precision = f", autocast {self.dtype}" if self.dtype else ""
-        audited = "none audited: the plan was audited earlier"
-        if self.audits:
-            audited = f"{self.audits} audited: right"
         lines = [
             f"local redundancy {self.value:.6g} {error}, nats per input per unit step size",
             f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on "
             f"{self.device}{precision}",
             f"  inputs {self.inputs}, predictive {self.predictive}",
-            f"  {audited}",
         ]
+        if self.audits:  # not in old records
+            samples = f"{self.audits} sample{'s' * (self.audits != 1)}"
+            lines.append(f"  checked: {samples} against plain autograd")
         top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
         if self.value > 0:
             parts = ", ".join(f"{name} {100 * part / self.value:.0f} %" for name, part in top)

@@ -90,14 +90,20 @@ class Stopping:
                     return k + 1, True
             return len(values), False
         at = done
-        next_look = self.min_n + max(0, -(-(done + 1 - self.min_n) // CHECK_EVERY)) * CHECK_EVERY
-        for point in range(next_look, stop + 1, CHECK_EVERY):
+        for point in range(self._next_look(done), stop + 1, CHECK_EVERY):
             moments.add(values[at - done : point - done])
             at = point
             if self._reached():
                 return at - done, True
         moments.add(values[at - done :])
         return len(values), False
+
+    def may_end(self, done: int, stop: int) -> bool:
+        """Return True if the measurement may end with inputs done .. stop - 1."""
+        return self.target is not None and self._next_look(done) <= stop
+
+    def _next_look(self, done: int) -> int:
+        return self.min_n + max(0, -(-(done + 1 - self.min_n) // CHECK_EVERY)) * CHECK_EVERY
 
     def _reached(self) -> bool:
         return (

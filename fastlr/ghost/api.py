@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastlr.distributed.fully_sharded import full_params
-from fastlr.errors import InteractionError
-from fastlr.ghost import program
+from fastlr.errors import InputError, InteractionError
 from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.norms import norm_tolerance
+from fastlr.ghost.objects import PLAIN, number, weakly_by_module
 from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.prover import COUNTED, generic_cotangent
@@ -30,13 +30,30 @@ _ENGINES = weakly_by_module()  # model -> options -> engine
 def engine_of(view: ModelView) -> Engine:
     """Return the engine of a model and its options: made once, dropped with the model.
 
-    A function as ``output`` counts by its code and what it holds, so that one written anew finds
-    the same engine.
+    A function as ``output`` is known by its code, if it holds plain values only: one that is
+    defined again in a later call finds the same engine.
     """
     engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(_OPTIONS))
-    output = program.function_key(view.output) if callable(view.output) else view.output
-    key = (output, view.in_dim, view.out_dim)
-    return engines.get(key) or engines.put(key, Engine(view))
+    key = (_output_key(view.output), view.in_dim, view.out_dim)
+    engine = engines.get(key)
+    if engine is None or _output_key(engine.view.output) != key[0]:  # its values have changed
+        engine = engines.put(key, Engine(view))
+    return engine
+
+
+def _output_key(output: OutputSelector) -> Any:
+    if isinstance(output, MethodType):
+        return number(output.__self__), _output_key(output.__func__)
+    if not isinstance(output, FunctionType):
+        return number(output) if callable(output) else output
+    try:
+        values = [cell.cell_contents for cell in output.__closure__ or ()]
+    except ValueError:  # one is empty yet
+        return number(output)
+    values += [*(output.__defaults__ or ()), *(output.__kwdefaults__ or {}).values()]
+    if not all(type(value) in PLAIN for value in values):
+        return number(output)
+    return output.__code__, id(output.__globals__), repr(values)
 
 
 def engine_for(
@@ -55,7 +72,7 @@ def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
     Raises:
         InteractionError: a backward formula or a hook mixes samples, or counts those of the batch.
     """
-    alone = engine.run(x, generic_cotangent)
+    alone = engine.run(x, generic_cotangent, check=True)
     view, by_loop = engine.view, engine.ledger.loop
     if not by_loop:
         return
@@ -94,6 +111,7 @@ def per_sample_grad_sq_norms(
     in_dim: int = 0,
     out_dim: int = 0,
     per_parameter: bool = False,
+    check: bool | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """Return the squared norm of each sample's gradient of <v_b, output_b>.
 
@@ -102,8 +120,8 @@ def per_sample_grad_sq_norms(
     With v_b the gradient of a loss at the output, this is the squared norm of that loss's
     per-sample gradient. The gradients themselves are not formed: a walk over the autograd graph
     finds every use of every parameter, and one backward pass turns what arrives there into norms.
-    The first call on a model proves the result on three samples in float64 and keeps the plan; the
-    model is taken as it is (call ``model.eval()`` yourself) and left as it was.
+    The first call on a model proves the rules on three samples in float64. The model is taken as it
+    is (call ``model.eval()`` yourself) and left as it was.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through. One under
@@ -117,6 +135,10 @@ def per_sample_grad_sq_norms(
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
         per_parameter: return one tensor for each trainable parameter instead of their sum.
+        check: Whether this call runs a random sample of the batch alone, by plain autograd, and
+            compares its output and norms. None: as often as costs at most 3 % of the time of these
+            calls. True: always. False: only where the graph or a shape is new, when three samples
+            are compared whatever ``check`` says.
 
     Returns:
         Tensor [B], float64, or a dict from parameter name to such tensors.
@@ -143,8 +165,10 @@ def per_sample_grad_sq_norms(
         >>> torch.allclose(norms, 2 * x.double().square().sum(1), rtol=1e-5)
         True
     """
+    if check is not None and not isinstance(check, bool):
+        raise InputError(f"check={check!r}: choose True, False or None")
     with full_params(model):
-        result = engine_for(model, output, in_dim, out_dim).run(x, cotangent)
+        result = engine_for(model, output, in_dim, out_dim).run(x, cotangent, check)
     return result.per_parameter if per_parameter else result.total
 
 

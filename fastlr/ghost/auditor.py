@@ -1,32 +1,28 @@
-"""Audits of a model: a random sample of what is measured is measured again.
+"""Audits of what is measured: a sample runs again, alone, by plain autograd.
 
-It runs beside a copy of itself, as the model is: the stage "Audited" of docs/trust.md.
+In: a sample of a batch with its measured norms (`SampleAudit`). Out: whether its output and exact
+norms are those of the batch: the stage "Audited" of docs/trust.md. Hooks of parameters, which no
+rule takes, are tested here, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fastlr.errors import NonlinearBackwardError
 from fastlr.ghost.batch import Batch
+from fastlr.ghost.cotangents import Pass
 from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
-from fastlr.ghost.planner import (
-    Chunk,
-    batch_of,
-    compared,
-    interaction,
-    let_a_proof_name_the_culprit,
-)
+from fastlr.ghost.planner import Chunk, batch_of
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import norms_agree
-from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.agreement import norms_close, outputs_differ, unexplained
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.verification.copies import Subject
@@ -35,91 +31,120 @@ from fastlr.ghost.verification.record import Ledger
 
 
 class SampleAudit:
-    """One sample of a batch, run beside a copy of itself.
+    """One sample of a measured batch, to be run again beside a copy of itself by plain autograd.
+
+    What is compared is copied: the memory of the batch may be used again before `run`.
 
     Args:
-        view: the model.
-        ledger: what was proven of it.
-        batch: the inputs.
-        sample: its number.
-        v: the cotangent of the batch.
+        view: Model.
+        ledger: Proofs of the model.
+        batch: Inputs of the measured batch.
+        sample: Number of the sample.
+        z: Output of the batch, without its graph.
+        one: Backward pass of the batch.
+        table: Squared norms [parameters, B] of that pass. Those of parameters that go by the loop
+            are exact, and not compared.
+        again: Function that runs the batch again as it was measured, and returns its inputs and
+            its output.
 
     Attributes:
-        row: its output beside the copy.
-        exact: its exact squared norms there, by parameter.
+        row: Output of the sample beside its copy.
+        exact: Squared norms [parameters] of its gradients there.
     """
 
+    row: Tensor
+    exact: Tensor
+
     def __init__(
-        self, view: ModelView, ledger: Ledger, batch: Batch, sample: int, v: Tensor
+        self,
+        view: ModelView,
+        ledger: Ledger,
+        batch: Batch,
+        sample: int,
+        z: Tensor,
+        one: Pass,
+        table: Tensor,
+        again: Callable[[], tuple[Batch, Tensor]],
     ) -> None:
-        self.view, self.batch, self.sample, self.v = view, batch, sample, v
-        self.tolerance = norm_tolerance(view, ledger, v.device)
-        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
-        own = samples.run(sample, [view.row(v, sample)])
-        self.row, (exact,) = own.row, own.norms
-        self.exact = dict(zip(view.parameters, exact, strict=True))
-        self.total = torch.stack(exact).sum()
+        self.view, self.ledger, self.sample, self.again = view, ledger, sample, again
+        self.batch = batch.part(range(sample, sample + 1))
+        self.own_v, factor = one.own(sample, view.out_dim, 0 if _narrow(ledger, z) else 40)
+        self.own_row = view.row(z, sample).clone()
+        self.norms = table[:, sample] * factor
+        by_loop = [name in ledger.loop for name in view.parameters]
+        self.by_loop = torch.tensor(by_loop, device=z.device) if any(by_loop) else None
+        self.tolerance = norm_tolerance(view, ledger, z.device)
 
-    def has_its_output(self, output: Tensor) -> bool:
-        """Return True if the sample's row of the batch's output is the one beside its copy."""
-        return in_batch_of(self.view, self.batch, output).holds([self.sample], self.row)
-
-    def refuted(self, norms: dict[str, Tensor], run: Callable[[], Tensor]) -> list[str]:
-        """Return the parameters whose squared norms for the sample are not the exact ones.
-
-        They differ by more than rounding explains.
-
-        Args:
-            norms: of the sample, by parameter.
-            run: runs the whole batch again, as it is measured.
-        """
-        wrong = [name for name in norms if not self._agrees(norms[name], name)]
-        if wrong:
-            rounding = self._rounding()
-            wrong = [n for n in wrong if n not in rounding or self._beyond(norms, n, rounding[n])]
-        if wrong and self.v.dtype != torch.float64:
-            within = self._within(run())
-            wrong = [n for n in wrong if not self._explained_within(norms[n], within[n], n)]
-        return wrong
-
-    def off(self, norms: dict[str, Tensor], names: Iterable[str]) -> dict[str, float]:
-        """Return how far norms are from the exact ones, in parts of the sample's total."""
-        return {n: float((norms[n] - self.exact[n]).abs() / self.total) for n in names}
-
-    def _agrees(self, value: Tensor, name: str) -> bool:
-        return norms_agree(value, self.exact[name], self.total, self.tolerance)
-
-    def _beyond(self, norms: dict[str, Tensor], name: str, rounding: Tensor) -> bool:
-        return bool(((norms[name] - self.exact[name]).abs() > 8 * rounding).any())
-
-    def _explained_within(self, value: Tensor, within: Tensor, name: str) -> bool:
-        """Return True if a norm is that of the sample within its batch, which is almost exact."""
-        loose = max(0.01, 2 * self.tolerance)
-        return norms_agree(value, within, self.total, self.tolerance) and norms_agree(
-            within, self.exact[name], self.total, loose
+    def run(self) -> Tensor:
+        """Run the sample; return on the device whether its output and its norms [2] may differ."""
+        samples = SingleSamples(
+            forward_of(self.view, self.batch), self.view.out_dim, self.view.parameters
         )
+        beside = samples.run(0, [self.own_v])
+        self.row, self.exact = beside.row, torch.stack(beside.norms[0])
+        relative = unexplained(self.own_row, self.view.parameters.values())
+        differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
+        return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
 
-    def _within(self, z: Tensor) -> dict[str, Tensor]:
+    def holds(self, may_differ: bool, may_be_wrong: bool) -> bool:
+        """Return True if output and norms are right, given the flags of `run`."""
+        return (not may_differ or self.has_its_output()) and not (may_be_wrong and self.refuted())
+
+    def has_its_output(self) -> bool:
+        """Return True if the sample's output in the batch is the one beside its copy.
+
+        Rounding is measured on the batch.
+        """
+        batch, z = self.again()
+        z = z.detach().clone()
+        self.view.row(z, self.sample).copy_(self.own_row)
+        return in_batch_of(self.view, batch, z).holds([self.sample], self.row)
+
+    def refuted(self) -> dict[str, float]:
+        """Return the parameters whose squared norms are not the exact ones, beyond rounding.
+
+        With each goes its error, in parts of the sample's total.
+        """
+        names = list(self.view.parameters)
+        wrong = self._wrong(self.norms, self.exact)
+        off = (self.norms - self.exact).abs()
+        if wrong.any():
+            rounding = self._rounding()
+            wrong &= (off > 8 * rounding) | rounding.isnan()
+        if wrong.any() and self.own_v.dtype != torch.float64:
+            within, loose = self._within(), max(0.01, 2 * self.tolerance)
+            wrong &= self._wrong(self.norms, within) | self._wrong(within, self.exact, loose)
+        share = off / self.exact.sum()
+        return {names[k]: float(share[k]) for k in wrong.nonzero().flatten().tolist()}
+
+    def _wrong(self, norms: Tensor, exact: Tensor, close: float | None = None) -> Tensor:
+        """Return which squared norms [parameters] differ by more than rounding."""
+        close = self.tolerance if close is None else close
+        wrong = ~norms_close(norms, exact, self.exact.sum(), close)
+        return wrong if self.by_loop is None else wrong & ~self.by_loop
+
+    def _within(self) -> Tensor:
         """Return the exact squared norms of the sample within the batch as it is measured.
 
         The other samples' cotangents are zero. In few digits an activation near a kink may fall on
         its other side where the sample is alone: outputs then agree but for rounding, gradients
         less.
         """
-        cotangent = torch.zeros_like(self.v)
-        self.view.row(cotangent, self.sample).copy_(self.view.row(self.v, self.sample))
-        norms = exact_grads(z, self.view.parameters, cotangent)
-        return dict(zip(self.view.parameters, norms, strict=True))
+        _, z = self.again()
+        cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
+        self.view.row(cotangent, self.sample).copy_(self.own_v)
+        return torch.stack(exact_grads(z, self.view.parameters, cotangent))
 
-    def _rounding(self) -> dict[str, Tensor]:
-        """Return how far the exact squared norms are off by rounding.
+    def _rounding(self) -> Tensor:
+        """Return how far the exact squared norms [parameters] are off by rounding.
 
-        It is found from float64; empty if nobody can tell.
+        It is found from float64, and is NaN where that does not tell.
         """
-        view, v, j, batch = self.view, self.v, self.sample, self.batch
+        view, v = self.view, self.own_v
+        unknown = torch.full_like(self.exact, math.nan)
         if v.dtype == torch.float64:
-            return {}
-        clone_or_model = CloneOrModel(view, batch.pick([j, j]))
+            return unknown
+        clone_or_model = CloneOrModel(view, self.batch.pick([0, 0]))
         clone_or_model.take_known_clone()
         model = Subject.of(view, clone_or_model)
         wide = model.state_in(torch.float64)
@@ -131,51 +156,31 @@ class SampleAudit:
 
         def forward(samples: Sequence[int]) -> Tensor:
             with torch.autocast(v.device.type, enabled=False), Unfused():
-                return in_double.output(batch.pick(samples))
+                return in_double.output(self.batch.pick(samples))
 
         samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
-        own = [view.row(v, j).double()]
         try:
-            beside = clone_or_model.carry_out(lambda: samples.run(j, own, [2]))
+            beside = clone_or_model.carry_out(lambda: samples.run(0, [v.double()], [2]))
         except FAILURES:
-            return {}
+            return unknown
+        truth = torch.stack(beside.norms[0])
         # one without a gradient may be held outside the module, where the copy does not replace it
-        exact, (truth,) = self.exact, beside.norms
-        return {n: (exact[n] - t).abs() for n, t in zip(view.parameters, truth, strict=True) if t}
+        return torch.where(truth > 0, (self.exact - truth).abs(), unknown)
 
 
-def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, plan_is_new: bool) -> SampleAudit:
-    """Run a sample beside a copy of itself, and require that it gives its row of the output.
-
-    Raises:
-        Disproved: it gives another by an earlier batch's plan: so what is known of the model is no
-            longer true.
-        FoldRefuted: it gives another because of the folding.
-        InteractionError: it gives another.
-        NonlinearBackwardError: a hook of a parameter clips gradients, or adds to them.
-    """
-    batch = batch_of(chunk)
-    if chunk.view.has_hooked_parameters:
-        _require_hooks_to_scale(chunk, batch, sample, v)
-    audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
-    if audit.has_its_output(chunk.z.detach()):
-        return audit
-    if not plan_is_new:
-        raise Disproved(
-            sample,
-            f"sample {sample} alone gives another output than within its batch of {chunk.count}",
-        )
-    compared(chunk)
-    let_a_proof_name_the_culprit(chunk, batch)
-    raise interaction(chunk)
+def _narrow(ledger: Ledger, z: Tensor) -> bool:
+    """Return True if gradients have the range of float16, beyond which small ones are zero."""
+    kind = z.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.float16 in (ledger.dtype, z.dtype, autocast)
 
 
-def _require_hooks_to_scale(chunk: Chunk, batch: Batch, sample: int, v: Tensor) -> None:
+def require_hooks_of_sample_to_scale(chunk: Chunk, sample: int, v: Tensor) -> None:
     """Require that a sample's gradients scale as its cotangent does, hooks of parameters included.
 
     The proof requires it of a copy of the model, which has no such hooks.
     """
-    view = chunk.view
+    view, batch = chunk.view, batch_of(chunk)
     exponents, close = scales_of(chunk.graph.float_dtypes())
     own = view.row(v, sample)
     cotangents = [own, *(own * 2.0**exponent for exponent in exponents)]
@@ -263,37 +268,3 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
         return torch.stack(exact_grads(z, view.parameters, scaled, retain=True))
 
     require_scaling(norms(0), {exponent: norms(exponent) for exponent in exponents}, close)
-
-
-def audited(
-    audit: SampleAudit,
-    norms: dict[str, Tensor],
-    run: Callable[[], Tensor],
-    *,
-    plan_is_new: bool,
-) -> dict[str, str]:
-    """Hold the norms of a batch to the exact ones of an audited sample.
-
-    Args:
-        audit: of the sample.
-        norms: of all samples, by parameter.
-        run: runs the batch again, as it is measured.
-        plan_is_new: whether the plan is this batch's own.
-
-    Returns:
-        The parameters whose norms are not the exact ones, and what the audit found of each.
-
-    Raises:
-        Disproved: there are such, and the plan is an earlier batch's: it is to be proven anew.
-    """
-    of_sample = {name: value[audit.sample] for name, value in norms.items()}
-    wrong = audit.refuted(of_sample, run)
-    off = audit.off(of_sample, wrong)
-    if wrong and not plan_is_new:
-        worst = max(off, key=lambda name: off[name])
-        raise Disproved(
-            audit.sample,
-            f"the norm of {worst} for sample {audit.sample} is off by {off[worst]:.1e} of its "
-            "total",
-        )
-    return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in wrong}

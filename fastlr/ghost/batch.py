@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ghost.tokens import version
+from fastlr.ghost.objects import PLAIN, version
 from fastlr.ops.torch_private import tree_flatten, tree_map, tree_unflatten
 
 
@@ -44,6 +44,38 @@ def holds_nan(t: Tensor) -> bool:
     """
     # Torch adds up no bytes.
     return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())
+
+
+_SMALL = 16  # elements of an input without samples whose values are part of its key
+
+
+def shared_key(x: Any, batched: Collection[int]) -> tuple:
+    """Return the key of the inputs that carry no samples.
+
+    It holds plain values, the values of tensors of few elements on the CPU, and otherwise dtypes
+    and shapes.
+
+    Args:
+        x: Inputs.
+        batched: Indices of the flattened inputs that carry samples.
+    """
+    leaves, spec = tree_flatten(x)
+    return repr(spec), *(_key_of(leaf, i in batched) for i, leaf in enumerate(leaves))
+
+
+def _key_of(leaf: Any, is_batched: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return (type(leaf), repr(leaf)) if type(leaf) in PLAIN else type(leaf)
+    if is_batched or leaf.is_nested:
+        return leaf.dtype
+    plain = leaf.device.type == "cpu" and leaf.layout == torch.strided
+    values = repr(leaf.tolist()) if plain and leaf.numel() <= _SMALL else None
+    return leaf.dtype, leaf.shape, values
+
+
+def input_shapes(x: Any) -> tuple:
+    """Return the shapes of all tensors among the inputs."""
+    return tuple([getattr(leaf, "shape", None) for leaf in tree_flatten(x)[0]])
 
 
 def times_written(x: Any) -> list[int]:
@@ -216,8 +248,10 @@ def _change(sample: Tensor) -> None:
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:
     """Return the numbers of samples as a tensor on a device.
 
-    Those of a range are made on the device, as a copy from the host would wait for it.
+    Ranges and copies of one sample are made on the device: a copy from the host would wait for it.
     """
+    if len(set(samples)) == 1:
+        return torch.full((len(samples),), samples[0], device=device)
     if isinstance(samples, range):
         return torch.arange(samples.start, samples.stop, samples.step, device=device)
     return torch.as_tensor(list(samples), device=device)

@@ -39,17 +39,34 @@ _WANTED = (
 
 
 class Pass(NamedTuple):
-    """What one backward pass is of.
+    """One backward pass of a batch.
 
     Attributes:
-        v: the cotangent, each sample scaled to unit size.
-        unscaling: [B] undoes the scaling of squared norms.
-        more: whether other passes of the batch follow.
+        v: Cotangent, each sample scaled to unit size.
+        unscaling: Factors [B] that undo the scaling of squared norms.
+        more: Whether other passes of the batch follow.
     """
 
     v: Tensor
     unscaling: Tensor
     more: bool
+
+    def own(self, sample: int, out_dim: int, most: int) -> tuple[Tensor, Tensor]:
+        """Return a sample's cotangent in the size that the caller gave.
+
+        A hook that clips gradients may not show at unit size.
+
+        Args:
+            sample: Number of the sample.
+            out_dim: Sample axis of the output.
+            most: Largest power of two by which the size differs from unit size.
+
+        Returns:
+            (cotangent, of size 1 along ``out_dim``; factor that squared norms have for it).
+        """
+        v = self.v.narrow(out_dim, sample, 1)
+        exponent = (self.unscaling[sample].log2() / 2).clamp(-most, most)
+        return v * exponent.exp2().to(v.dtype), (2 * exponent).exp2()
 
 
 def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]:

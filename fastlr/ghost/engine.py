@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.errors import InputError, NonFiniteError, few, first_line, warn
-from fastlr.ghost import program
+from fastlr.errors import (
+    InputError,
+    ModelError,
+    NonFiniteError,
+    RandomForwardError,
+    few,
+    first_line,
+    warn,
+)
 from fastlr.ghost.auditor import (
     SampleAudit,
-    audited,
-    begin_audit,
     changed_by_hooks,
+    require_hooks_of_sample_to_scale,
     require_hooks_to_scale,
 )
 from fastlr.ghost.backward import Rerouted, sq_norms
-from fastlr.ghost.batch import along, copied, times_written
+from fastlr.ghost.batch import (
+    Batch,
+    along,
+    copied,
+    input_shapes,
+    shared_key,
+    times_written,
+)
 from fastlr.ghost.cotangents import Cotangent, Pass, passes
-from fastlr.ghost.first_pass import observed
+from fastlr.ghost.first_pass import registers_hooks
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, walk
@@ -38,19 +51,28 @@ from fastlr.ghost.norms import (
     norms_by_rules,
     norms_of_one,
 )
-from fastlr.ghost.planner import Chunk, input_shapes, plan_of
+from fastlr.ghost.planner import (
+    Chunk,
+    batch_of,
+    compared,
+    interaction,
+    let_a_proof_name_the_culprit,
+    plan_of,
+)
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import emptied
-from fastlr.ghost.verification.audit import Audits, Disproved
+from fastlr.ghost.verification.audit import SAMPLES, Audits, Check, Disproved, Draw
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
-from fastlr.ghost.writes import passes_write, put_back, unchanged
+from fastlr.ghost.writes import passes_write, unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import anything_compiled
+
+MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed
 
 
 @dataclass(eq=False)
@@ -125,35 +147,37 @@ class Engine:
         modes = tuple([m.training for m in all_modules(model)])
         dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return modes, dtypes, autocast, program.hook_programs(model)
+        return modes, dtypes, autocast
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
         return emptied(caches_of(self.view, self.known, self._flags, x))
 
-    def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
+    def run(self, x: Any, cotangent: Cotangent, check: Check = None) -> ChunkNorms:
+        """Return the squared norms of the gradient of <cotangent, output> for each sample.
 
         Args:
             x: a tensor, a tuple (positional) or a dict (keywords).
             cotangent: a tensor shaped like the output, a function of the detached output that gives
                 one, or one that gives several: then the squared norms of all passes are summed. Any
                 scale and floating-point dtype.
+            check: Samples to audit: a `Draw`, one at random (True) or none (False). None: one as
+                often as costs at most 3 % of the time. A new plan is always audited.
 
         Raises:
             InputError, ModelError and its kinds: see fastlr.errors.
         """
         nothing_was_compiled = not anything_compiled()
         try:
-            return self._run(x, cotangent)
+            return self._run(x, cotangent, check)
         except Exception:
             the_pass_has_compiled = nothing_was_compiled and anything_compiled()
             if not the_pass_has_compiled:
                 raise
         # torch's compiler cannot take fastlr's modes in; from now on it is kept out (`uncompiled`).
-        return self._run(x, cotangent)
+        return self._run(x, cotangent, check)
 
-    def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+    def _run(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Make a `run`, in which torch may compile something for the first time."""
         self.view = self.view.renewed()
         x = self.view.inputs(x)
@@ -168,7 +192,7 @@ class Engine:
         ):
             try:
                 with refusals(self.view, x), self.without_caches(x):
-                    return self._run_with_less_folded_where_it_fails(x, cotangent)
+                    return self._run_with_less_folded_where_it_fails(x, cotangent, check)
             except Exception:
                 blocks.why_no_call_is_replaced = reason_before  # it was not the folding's fault
                 raise
@@ -185,14 +209,15 @@ class Engine:
         """
         plan = self._plan
         assert plan is not None  # there was a call
-        key = plan.count, input_shapes(x), plan.key.program, plan.key.shared_inputs
-        known = plan.flags.inputs_with_samples.get(key)
+        known = plan.flags.inputs_with_samples.get(plan.key.of_inputs(x))
         return plan.count, along(x, plan.count, self.view.in_dim) if known is None else known
 
     # -- again, where a pass has found something out
     # ----------------------------------------------------------------------------------------------
 
-    def _run_with_less_folded_where_it_fails(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+    def _run_with_less_folded_where_it_fails(
+        self, x: Any, cotangent: Cotangent, check: Check
+    ) -> ChunkNorms:
         """Run a batch; whatever the model raises may be the folding's fault.
 
         Then only convolutions and norms are folded; where that fails, too, nothing is. Where
@@ -200,7 +225,7 @@ class Engine:
         """
         blocks = self.folding.blocks
         try:
-            return self._run_until_it_holds(x, cotangent)
+            return self._run_until_it_holds(x, cotangent, check)
         except Exception as error:
             if not self._may_be_the_foldings_fault(error):
                 raise
@@ -208,9 +233,9 @@ class Engine:
         # Outside the handler, so that its traceback frees the memory of what failed.
         if blocks.replaces_calls:
             blocks.replace_no_calls(reason)
-            return self._run_with_less_folded_where_it_fails(x, cotangent)
+            return self._run_with_less_folded_where_it_fails(x, cotangent, check)
         with unfolded():
-            result = self._run_until_it_holds(x, cotangent)
+            result = self._run_until_it_holds(x, cotangent, check)
         blocks.fold_nothing(reason)
         return result
 
@@ -220,14 +245,21 @@ class Engine:
         could_be = self.folding.blocks.may_have_changed_the_pass
         return could_be and not of_the_call and not out_of_memory(error)
 
-    def _run_until_it_holds(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+    def _run_until_it_holds(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Run a batch, and again where a pass has found out something that changes the next."""
+        refuted = 0
         while True:
             try:
-                return self._run_once(x, cotangent)
+                return self._run_once(x, cotangent, check)
             except Rerouted:
                 assert self.ledger.rules_given_up, "the next pass would be rerouted like this one"
             except Disproved as failure:
+                refuted += 1
+                if refuted > MOST_REFUTED:
+                    raise ModelError(
+                        f"audits refute what was measured in each of {refuted} attempts, although "
+                        f"the model was proven before each ({failure})"
+                    ) from failure
                 self._distrust(failure)
             except FoldRefuted as refuted:
                 self._fold_less(refuted)
@@ -278,37 +310,52 @@ class Engine:
     # -- one pass over a batch
     # ----------------------------------------------------------------------------------------------
 
-    def _run_once(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        """Return the norms of a batch: find what is known of it, measure, audit."""
+    def _run_once(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
+        """Return the norms of a batch: find its plan, measure, audit."""
         begun = time.perf_counter()
         self._plan = None
         chunk = self._chunk_of(x)
         several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
         first = next(several)
         plan = plan_of(chunk, look=self.audits.failed > 0)
-        audit = self._begin_audit(chunk, plan, first.v)
-        table = self._norms(chunk, plan, first, audit)
+        other_passes_have_run = plan.is_new or bool(plan.shapes.reason_to_look)
+        if other_passes_have_run and passes_write():
+            self._forward_again(chunk, plan)
+        norms = self._norms(chunk, plan, first)
+        table = norms * first.unscaling
         for one in several:
-            table = table + self._norms(chunk, plan, one)
+            table = table + self._norms(chunk, plan, one) * one.unscaling
         self._refuse_gradients_not_finite(table)
+        if self._audit(chunk, plan, first, norms, check):
+            return self._run_once(x, cotangent, check=False)  # what was wrong goes by the loop now
         self._plan = plan
-        self.audits.measured(time.perf_counter() - begun)
+        if check is None:
+            self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, self._routes())
 
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
         self._current = known = self._known_of_flags(x)
-        put_back(self.model)  # an earlier pass may have left something in it
-        fingerprint = program.fingerprint(self.model, known.running_statistics)
         z = self._output(x, known)
         count = self.view.sample_count(z)
-        shared_inputs = program.inputs_token(x, along(x, count, self.view.in_dim))
+        shared_inputs = shared_key(x, along(x, count, self.view.in_dim))
         _refuse_output_not_finite(z)
         require_graph(z)
         graph = walk(z, self.parameters)
         self._warn_of_others(graph)
-        key = Key.of(graph, count, fingerprint, shared_inputs)
+        key = Key.of(graph, count, shared_inputs)
         return Chunk(self.view, self.folding, self.known, known, x, z, count, graph, key)
+
+    def _forward_again(self, chunk: Chunk, plan: Plan) -> None:
+        """Run a batch again, as its backward pass may read what other passes have written since."""
+        chunk.z = self._output(chunk.x, chunk.flags)
+        chunk.graph = walk(chunk.z, self.parameters)
+        if chunk.graph.signature() != plan.key.structure:
+            raise RandomForwardError(
+                "two forward passes on the same inputs have other graphs: the model draws at "
+                "random, or a pass changes what the next one does"
+            )
+        plan.structure.classify(chunk.graph)
 
     def _known_of_flags(self, x: Any) -> KnownFlags:
         """Return what is known of the model with its flags of now.
@@ -319,8 +366,8 @@ class Engine:
         known = self.known.by_flags.get(flags)
         if known is None:
             given = copied(x)
-            statistics, hooks_tensors = observed(self.model, lambda: self.view.forward(given))
-            known = KnownFlags(flags, statistics, hooks_tensors)
+            hooks_tensors = registers_hooks(self.model, lambda: self.view.forward(given))
+            known = KnownFlags(flags, hooks_tensors)
             self.known.by_flags.put(flags, known)
         return known
 
@@ -363,44 +410,18 @@ class Engine:
         self._writes_inputs = written or bool(self._writes_inputs)
         return z
 
-    def _begin_audit(self, chunk: Chunk, plan: Plan, v: Tensor) -> SampleAudit | None:
-        """Run a random sample of the batch beside a copy of itself, if an audit is due.
-
-        A batch of one sample is measured as that would be: it has its hooks looked at alone.
-        """
-        if not chunk.needs_rules:
-            require_hooks_to_scale(self.view, chunk.z, v)
-            return None
-        parameters_are_hooked = self.view.has_hooked_parameters
-        if parameters_are_hooked:
-            self._send_hooked_to_loop(chunk)
-        hooks_may_change_gradients = chunk.flags.hooked or parameters_are_hooked
-        is_due = plan.is_new or hooks_may_change_gradients or self.audits.due()
-        if not is_due:
-            return None
-        with self.audits.timed():
-            sample = self.audits.draw(chunk.count)
-            return begin_audit(chunk, sample, v, plan_is_new=plan.is_new)
-
-    def _send_hooked_to_loop(self, chunk: Chunk) -> None:
-        """Have the loop measure the parameters whose hooks change their gradients."""
-        measured_by_rules = set(chunk.graph.parameters.values()) - chunk.ledger.loop
-        changed = changed_by_hooks({name: self.parameters[name] for name in measured_by_rules})
-        chunk.ledger.to_loop(changed, "a hook of it changes its gradients")
-
-    def _norms(
-        self, chunk: Chunk, plan: Plan, one: Pass, audit: SampleAudit | None = None
-    ) -> Tensor:
+    def _norms(self, chunk: Chunk, plan: Plan, one: Pass) -> Tensor:
         """Return the squared norms [parameters, B] of a batch for one cotangent.
 
-        By rules where they hold, by the loop over samples elsewhere.
+        They are by rules where they hold, by the loop over samples elsewhere.
         """
         if not chunk.needs_rules:
+            require_hooks_to_scale(self.view, chunk.z, one.v)
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
+        if self.view.has_hooked_parameters:
+            self._send_hooked_to_loop(chunk)
         by_loop = plan.by_loop
         norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
-        if audit is not None:
-            by_loop |= self._refuted_by(audit, chunk, plan, norms)
         by_loop = by_loop.intersection(chunk.graph.parameters.values())
         if by_loop:
             self._warn_of_loop(by_loop)
@@ -409,30 +430,81 @@ class Engine:
         corrected = corrected_where_the_proof_met_zero_gradients(chunk, one.v, norms)
         return self._table(norms | corrected, one)
 
-    def _refuted_by(
-        self, audit: SampleAudit, chunk: Chunk, plan: Plan, norms: dict[str, Tensor]
-    ) -> frozenset[str]:
-        """Hold the norms to the audited sample's; return the parameters that go to the loop now.
-
-        They do where the plan is new; an older one is disproved.
-        """
-
-        def run_again() -> Tensor:
-            return self._forward(chunk.x)
-
-        wrong = audited(audit, norms, run_again, plan_is_new=plan.is_new)
-        self.audits.passed += not wrong
-        for name, reason in wrong.items():
-            chunk.ledger.send_to_loop(name, reason)
-        return frozenset(wrong)
+    def _send_hooked_to_loop(self, chunk: Chunk) -> None:
+        """Have the loop measure the parameters whose hooks change their gradients."""
+        measured_by_rules = set(chunk.graph.parameters.values()) - chunk.ledger.loop
+        changed = changed_by_hooks({name: self.parameters[name] for name in measured_by_rules})
+        chunk.ledger.to_loop(changed, "a hook of it changes its gradients")
 
     def _table(self, norms: dict[str, Tensor], one: Pass) -> Tensor:
-        """Return the squared norms [parameters, B] of a pass, in the order of ``parameters``.
+        """Return squared norms [parameters, B] in the order of ``parameters``.
 
         They are zero where there are none.
         """
         zero = torch.zeros_like(one.unscaling)
-        return torch.stack([norms.get(name, zero) for name in self.parameters]) * one.unscaling
+        return torch.stack([norms.get(name, zero) for name in self.parameters])
+
+    def _audit(self, chunk: Chunk, plan: Plan, one: Pass, norms: Tensor, check: Check) -> list[str]:
+        """Run some samples alone; return the parameters whose norms are wrong by a new plan.
+
+        Raises:
+            Disproved: A sample refutes an older plan, which is made again.
+            FoldRefuted: A sample gives another output because of the folding.
+            InteractionError: A sample gives another output.
+        """
+        hooked = chunk.flags.hooked or self.view.has_hooked_parameters
+        at_least = SAMPLES if plan.is_new else int(hooked)
+        if not chunk.needs_rules:  # plain autograd has measured the sample alone
+            self.audits.passed += isinstance(check, Draw) and any(check)
+            return []
+        samples = self.audits.samples(chunk.count, check, at_least)
+        if not samples:
+            return []
+        with self.audits.timed() if check is None else nullcontext():
+            wrong: dict[str, str] = {}
+            for sample in samples:
+                wrong |= self._audit_of_sample(chunk, plan, sample, one, norms)
+        for name, reason in wrong.items():
+            chunk.ledger.send_to_loop(name, reason)
+        return list(wrong)
+
+    def _audit_of_sample(
+        self, chunk: Chunk, plan: Plan, sample: int, one: Pass, norms: Tensor
+    ) -> dict[str, str]:
+        """Return the parameters whose norms are wrong for a sample, and why."""
+        batch, view = batch_of(chunk), self.view
+        if view.has_hooked_parameters or chunk.flags.hooked:  # the loop would not show it
+            require_hooks_of_sample_to_scale(chunk, sample, one.v)
+
+        def again() -> tuple[Batch, Tensor]:
+            return batch, self._forward(chunk.x)
+
+        z = chunk.z.detach()
+        audit = SampleAudit(view, chunk.ledger, batch, sample, z, one, norms, again)
+        may_differ, may_be_wrong = audit.run().tolist()
+        if may_differ and not audit.has_its_output():
+            self._refuse_output_alone(chunk, plan, sample)
+        off = audit.refuted() if may_be_wrong else {}
+        self.audits.passed += not off
+        if off and not plan.is_new:
+            worst = max(off, key=lambda name: off[name])
+            raise Disproved(
+                sample,
+                f"the norm of {worst} for sample {sample} is off by {off[worst]:.1e} of its total",
+            )
+        return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in off}
+
+    def _refuse_output_alone(self, chunk: Chunk, plan: Plan, sample: int) -> None:
+        """Raise the error for a sample that gives another output alone than in its batch."""
+        if not plan.is_new:
+            raise Disproved(
+                sample,
+                f"sample {sample} alone gives another output than within its batch of "
+                f"{chunk.count}",
+            )
+        batch = compared(chunk)
+        let_a_proof_name_the_culprit(chunk, batch)
+        raise interaction(chunk)
 
     def _routes(self) -> dict[str, str]:
         """Return the route of each parameter: "zero" for one that no output has used."""
@@ -517,39 +589,44 @@ class Engine:
             layouts = plan.shapes.layouts
             with cudnn_as_user_set(self.view.device):
                 norms = sq_norms(graph, uses, z, one.v, layouts, plan.count, routes)
-            table = self._table(norms, one)
+            table = self._table(norms, one) * one.unscaling
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, z.detach()
 
-    def audit_planned(
-        self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
-    ) -> bool:
-        """Return True if a random sample of a batch has its own output and norms.
-
-        The batch is one that `run_without_waiting_for_device` did.
+    def audit_of(
+        self,
+        plan: Plan,
+        x: Any,
+        output: Tensor,
+        table: Tensor,
+        cotangent: Cotangent,
+        sample: int,
+        again: Callable[[], Any],
+    ) -> SampleAudit:
+        """Return the audit of a sample of a batch that `run_without_waiting_for_device` did.
 
         Args:
-            plan: of the batch.
-            x: inputs.
-            output: the output for them.
-            table: squared norms [parameters, B].
-            cotangent: as then.
+            plan: Plan of the batch.
+            x: Inputs.
+            output: Output for them.
+            table: Squared norms [parameters, B].
+            cotangent: Cotangent of the batch.
+            sample: Number of the sample.
+            again: Function that makes the inputs again.
         """
-        self._current = plan.flags
-        with torch.inference_mode(False), self.audits.timed():
-            (one,) = passes(cotangent, output, self.view.out_dim)
-            batch = self.view.batch(x, plan.count)
-            sample = self.audits.draw(batch.count)
-            audit = SampleAudit(self.view, self.ledger, batch, sample, one.v)
-            norms_of_sample = table[:, sample] / one.unscaling[sample]
-            norms = dict(zip(self.parameters, norms_of_sample, strict=True))
+        (one,) = passes(cotangent, output, self.view.out_dim)
+        carriers = plan.flags.inputs_with_samples.get(plan.key.of_inputs(x))
 
-            def run_again() -> Tensor:
-                return self._forward(x)
+        def batch(x: Any) -> Batch:
+            return self.view.batch(x, plan.count, carriers)
 
-            is_right = audit.has_its_output(output) and not audit.refuted(norms, run_again)
-        self.audits.passed += is_right
-        return is_right
+        def run_again() -> tuple[Batch, Tensor]:
+            x = again()
+            return batch(x), self._forward(x)
+
+        norms = table / one.unscaling
+        ledger = plan.flags.ledger
+        return SampleAudit(self.view, ledger, batch(x), sample, output, one, norms, run_again)
 
 
 def _refuse_output_not_finite(z: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""What the first forward pass of a model shows that the graph of its output does not.
+"""Properties of a model that the first forward pass shows and the graph of its output does not.
 
-In: a model, and what runs it forward. Out: the buffers that batch norm uses as running statistics
-and nothing else reads, and whether tensors are given hooks (`observed`). Operators that run
-functions of the model, and hide from autograd what these use, are refused.
+In: a model, and a function that runs it forward. Out: whether the pass registers hooks on tensors
+(`registers_hooks`). Operators that run functions of the model, and hide from autograd what these
+use, are refused.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastlr.errors import HiddenParameterError, few
-from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
-from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import (
     HigherOrderOperator,
-    StatisticsNorm,
     is_fake,
     is_transformed,
     tree_leaves,
@@ -29,47 +25,30 @@ from fastlr.ops.torch_private import (
 )
 
 
-def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
-    """The facts of a forward pass that its graph does not show.
-
-    These are free buffers, and hooks of gradients.
+def registers_hooks(model: nn.Module, run: Callable[[], Any]) -> bool:
+    """Return True if a forward pass registers hooks on tensors, which may change any gradient.
 
     Args:
-        model: any module.
-        run: makes a forward pass of it.
+        model: Any module.
+        run: Function that makes a forward pass of the model.
 
     Raises:
-        HiddenParameterError: it runs functions by an operator that hides what they use.
-
-    Returns:
-        Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval
-        mode and nothing else, with them those that count batches for norm layers, where nothing
-        reads them: these move at every training step and change nothing of the program. And whether
-        tensors are given hooks, which may do anything to gradients.
+        HiddenParameterError: The model runs functions by an operator that hides what they use.
     """
     uses = _Uses(model)
     with uses:
         run()
-    counters = {
-        id(b)
-        for m in all_modules(model)
-        for name, b in m._buffers.items()
-        if name == "num_batches_tracked" and isinstance(m, StatisticsNorm)
-    }
-    return frozenset((uses.statistics | counters) - uses.others), uses.hooked
+    return uses.hooked
 
 
 class _Uses(TorchFunctionMode):
-    """Records what buffers enter: batch norm as running statistics, or anything else.
+    """Records whether hooks are registered on tensors.
 
-    Hooks of gradients are recorded, too. Operators that run a function of the model, and lose the
-    gradients of what it uses, are refused.
+    Operators that run a function of the model, and lose the gradients of what it uses, are refused.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.buffers = frozenset(map(id, model.buffers()))
-        self.statistics, self.others = set[int](), set[int]()
         self.hooked = False
         self.names = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
         self.within: _UsesWithin | None = None  # of the operator whose functions run now
@@ -79,15 +58,6 @@ class _Uses(TorchFunctionMode):
     ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         self.hooked |= func is Tensor.register_hook
-        if func not in METADATA:
-            buffers = self.buffers.intersection(map(id, tree_leaves((args, kwargs))))
-            statistics = set[int]()
-            if func is F.batch_norm:
-                given = norm_arguments(args, kwargs)
-                if not given["training"]:
-                    statistics = {id(given["running_mean"]), id(given["running_var"])}
-            self.statistics |= buffers & statistics
-            self.others |= buffers - statistics
         if isinstance(func, HigherOrderOperator):
             return self._given_all_that_it_uses(func, args, kwargs)
         return func(*args, **kwargs)

@@ -1,26 +1,27 @@
-"""What is known of a model, and by what it is found again.
+"""Cache of what has been verified for a model, and its keys.
 
-In four levels, each within the one before:
+It has three levels, each within the one before:
 
-- *flags*: the modes of its modules, its parameters' names and dtypes, autocast, its hooks. The
-  proofs are of a model in one state of these.
-- *structure*: of the autograd graph of its output, without shapes. Each is proven.
-- *shapes*: of the inputs and of everything in the graph.
-- *program*: all else that a forward pass may branch on. For each shape and program the outputs are
-  compared and the samples' rows found.
+- *flags*: train flags, names and dtypes of the parameters, autocast. Proofs hold for one state of
+  these.
+- *structure*: the autograd graph of the output, without shapes. Each structure is proven.
+- *shapes*: the shapes in the graph, and the inputs without samples. For each, outputs are compared
+  and the samples' rows found.
 
-What is forgotten at one level is forgotten below it, too. What was not used for long is dropped:
-it is proven, compared and found again when it comes back.
+Nothing here says whether the model's code or attributes have changed since: the audits of every
+measurement do (fastlr.ghost.auditor). Entries that were not used for long are dropped, and verified
+again when they come back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fastlr.ghost.backward import Structure
+from fastlr.ghost.batch import input_shapes
 from fastlr.ghost.fallback import RightCopies
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.ownership import saved_axes
@@ -33,31 +34,37 @@ _FEW = 64  # states of the flags, and structures of one, that are kept
 
 
 class Key(NamedTuple):
-    """By what a batch is found again among those with the same flags."""
+    """Key of a batch among those with the same flags.
+
+    Attributes:
+        structure: Signature of the graph.
+        shapes: Number of samples, and shapes in the graph.
+        shared_inputs: Key of the inputs without samples (`shared_key`).
+    """
 
     structure: tuple
     shapes: tuple
-    program: bytes
-    shared_inputs: bytes
+    shared_inputs: tuple
 
     @staticmethod
-    def of(graph: Graph, count: int, program: bytes, shared_inputs: bytes) -> Key:
-        """Return the key of a batch of ``count`` samples with this graph and program.
-
-        And with the inputs that carry no samples, as far as a forward pass may branch on them.
-        """
+    def of(graph: Graph, count: int, shared_inputs: tuple) -> Key:
+        """Return the key of a batch of ``count`` samples with this graph."""
         shapes = count, tuple(graph.sizes), saved_axes(graph)
-        return Key(graph.signature(), shapes, program, shared_inputs)
+        return Key(graph.signature(), shapes, shared_inputs)
+
+    def of_inputs(self, x: Any) -> tuple:
+        """Return the key of which inputs ``x`` of such a batch carry samples."""
+        return self.shapes[0], input_shapes(x), self.shared_inputs
 
     @property
     def plan(self) -> tuple:
-        """By what the plan of a structure is found."""
-        return self.shapes, self.program, self.shared_inputs
+        """Key of the plan of a structure."""
+        return self.shapes, self.shared_inputs
 
 
 @dataclass
 class ShapePlan:
-    """Where the samples are in batches of one shape whose forward pass sees the same program.
+    """Where the samples are in batches of one shape.
 
     Attributes:
         layouts: of the outputs of nodes with uses of parameters.
@@ -78,7 +85,7 @@ class KnownStructure:
         keys: by what the proof of a use transfers, of each node (see `Graph`).
         uses: the uses of parameters, and how their gradients become those of parameters.
         unproven: names of the parameters of which no proof has met a use; they go by the loop.
-        plans: by shapes and program.
+        plans: by shapes.
     """
 
     sides: list[int]
@@ -98,25 +105,19 @@ class KnownFlags:
 
     Attributes:
         flags: by which this is found.
-        running_statistics: ids of the buffers whose values change nothing of a plan, as a forward
-            pass uses them as running statistics only.
         forward_hooks_tensors: True if a forward pass gives tensors hooks, which may move gradients
             between samples as no graph shows.
         ledger: what was proven.
         structures: by the signature of the graph.
-        tried_programs: those of which it was tried whether samples interact under other conditions.
-        inputs_with_samples: which of the inputs carry samples, by number of samples, shapes and
-            program.
+        inputs_with_samples: which of the inputs carry samples, by number of samples and shapes.
         shapes_of_one_sample: shapes of inputs that are one sample.
         right_copies: how often a single sample is run at once.
     """
 
     flags: tuple
-    running_statistics: frozenset[int] = frozenset()
     forward_hooks_tensors: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     structures: Recent[tuple, KnownStructure] = field(default_factory=lambda: Recent(_FEW))
-    tried_programs: Recent[bytes, bool] = field(default_factory=Recent)
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     right_copies: RightCopies = field(default_factory=RightCopies)
@@ -134,9 +135,9 @@ class Plan:
     Attributes:
         flags: of the model with the batch's flags.
         structure: of the batch's graph.
-        shapes: of its shapes and program.
+        shapes: of its shapes.
         key: by what these are found.
-        is_new: True if nothing was planned for its shapes and program before.
+        is_new: True if nothing was planned for its shapes before.
     """
 
     flags: KnownFlags

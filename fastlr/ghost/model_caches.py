@@ -12,8 +12,8 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.objects import version
 from fastlr.ghost.state import emptied, tensor_caches
-from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, unexplained
 
 

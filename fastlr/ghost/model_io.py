@@ -16,7 +16,7 @@ from torch.func import functional_call
 from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
-from fastlr.ghost.introspection import attribute, is_instance
+from fastlr.ghost.objects import attribute, is_instance
 from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
 from fastlr.ghost.writes import copied_if_written, first_writes, forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled

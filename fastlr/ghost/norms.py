@@ -84,13 +84,13 @@ def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict
 def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
     """Return what decides if a sample alone has its gradients, or only beside a copy.
 
-    These are shapes, strides and the program.
+    These are shapes, strides and the inputs without samples.
     """
     leaves = tree_flatten(batch_of(chunk).pick([0]))[0]
     strides = tuple(
         (t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided
     )
-    return strides, chunk.key.program, chunk.key.shared_inputs, tuple(chosen)
+    return strides, chunk.key.shared_inputs, tuple(chosen)
 
 
 def corrected_where_the_proof_met_zero_gradients(

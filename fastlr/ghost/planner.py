@@ -47,10 +47,10 @@ from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ghost.writes import passes_write
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import tree_flatten
 
-# Samples that a comparison runs alone, too: of any batch, and of one that may well interact.
-SOME_ALONE = 8
+# Samples that a comparison runs alone by output: of any batch, where audits run three more, and of
+# one that may well interact.
+SOME_ALONE = 5
 MANY_ALONE = 32
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 HOOK = "a hook of a gradient"  # which may move gradients between rows
@@ -103,13 +103,8 @@ class Chunk:
 
     @property
     def key_of_inputs(self) -> tuple:
-        """By what is found which of the inputs carry samples."""
-        return self.count, input_shapes(self.x), self.key.program, self.key.shared_inputs
-
-
-def input_shapes(x: Any) -> tuple:
-    """Return the shapes of all tensors among the inputs."""
-    return tuple([getattr(leaf, "shape", None) for leaf in tree_flatten(x)[0]])
+        """Key of which inputs carry samples."""
+        return self.key.of_inputs(self.x)
 
 
 def plan_of(chunk: Chunk, *, look: bool) -> Plan:
@@ -128,7 +123,6 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
         proof_found_a_reason = chunk.ledger.reason_to_look and not chunk.compared_with_many
         if chunk.compared is None or proof_found_a_reason:
             compared(chunk)
-        prove_in_float64_that_samples_do_not_interact(chunk)
         shapes = locate_samples(chunk, structure, is_new=is_new)
         structure.plans.put(chunk.key.plan, shapes)
     return Plan(chunk.flags, structure, shapes, chunk.key, is_new)
@@ -212,7 +206,6 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
         chunk.known.proofs += 1
         prove = partial(prover.prove, seed=start)
         chunk.known.few_samples.step_on_three_or_four(prover, batch, prove, start)
-        chunk.flags.tried_programs.put(chunk.key.program, True)
         chunk.graph.classify(chunk.ledger.decide(chunk.graph))
         if _parts_are_proven(chunk):
             break
@@ -371,9 +364,10 @@ def _may_be_shared(chunk: Chunk, batch: Batch, trial: Batch) -> bool:
 def _other_company(chunk: Chunk) -> list[list[int]]:
     """Return the companies in which the samples of a batch are run again.
 
-    These are random halves of the batch, shuffled, and some samples, each beside a copy. Where
-    there are few samples, there are no halves; where they are known to interact under other
-    conditions, many are run beside a copy.
+    These are random halves of the batch, shuffled; some samples, each beside a copy; and one sample
+    as often as fills the batch. That crowd goes one way where the model routes samples, and exceeds
+    a capacity that samples share. Where there are few samples, there are no halves; where they are
+    known to interact under other conditions, many are run beside a copy.
     """
     count = chunk.count
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
@@ -383,7 +377,8 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
     alone = MANY_ALONE if chunk.compared_with_many or not groups else SOME_ALONE
-    return groups + copies_of_each(order[:alone])
+    crowd = [order[-1:] * count] if groups else []
+    return groups + crowd + copies_of_each(order[:alone])
 
 
 def _company_of_enough(chunk: Chunk) -> list[list[int]]:
@@ -454,25 +449,11 @@ def let_a_proof_name_the_culprit(chunk: Chunk, batch: Batch) -> None:
 def interaction(chunk: Chunk) -> InteractionError:
     """Return the error that says that samples interact, although no proof says how."""
     return InteractionError(
-        "samples give another output in parts of the batch than within the batch of "
-        f"{chunk.count}: samples interact, or an input is shared that in_dim={chunk.view.in_dim} "
-        "makes look batched. Make the forward pass work on each sample alone"
+        f"samples give another output within the batch of {chunk.count} than in parts of it, or "
+        "among copies of themselves: samples interact (as where experts have a capacity for the "
+        f"whole batch), or an input is shared that in_dim={chunk.view.in_dim} makes look batched. "
+        "Make the forward pass work on each sample alone"
     )
-
-
-def prove_in_float64_that_samples_do_not_interact(chunk: Chunk) -> None:
-    """Prove in float64 that samples of a program not tried yet do not interact.
-
-    They must not under other conditions either (`interaction_under_other_conditions`). Where
-    activations saturate, the batch at hand may hide in its few digits what the next one shows.
-    """
-    program = chunk.key.program
-    was_proven_before = program in chunk.flags.tried_programs
-    if was_proven_before:
-        return
-    prover = Prover(chunk.view, chunk.ledger)
-    chunk.known.few_samples.step_on_three_or_four(prover, batch_of(chunk), prover.compare_outputs)
-    chunk.flags.tried_programs.put(program, True)
 
 
 # -- known of the graph
@@ -488,7 +469,7 @@ def locate_samples(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> Shap
     Args:
         chunk: the batch.
         known: of its structure.
-        is_new: whether nothing was planned yet for these shapes and this program.
+        is_new: whether nothing was planned yet for these shapes.
     """
     graph, uses = chunk.graph, known.uses
     rows = _rows_of_the_graph(chunk)

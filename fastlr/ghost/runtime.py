@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.objects import storage
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.state import train_flags_kept
-from fastlr.ghost.tokens import storage
 from fastlr.ghost.writes import unchanged
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
 from fastlr.ops.deferred_checks import out_of_memory

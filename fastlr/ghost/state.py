@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fastlr.ghost.introspection import instance_dict, is_instance
-from fastlr.ghost.program import INTERNAL
-from fastlr.ghost.tokens import version
+from fastlr.ghost.objects import INTERNAL, instance_dict, is_instance, version
 from fastlr.ops.model_lock import all_modules
 
 # Ids, as the class of an attribute may be one that cannot be hashed.

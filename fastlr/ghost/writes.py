@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import ModelError, few
-from fastlr.ghost.introspection import weakly_by_module
+from fastlr.ghost.objects import address, storage, weakly_by_module
 from fastlr.ghost.state import (
     Attributes,
     attributes_of,
@@ -36,7 +36,6 @@ from fastlr.ghost.state import (
     emptied_caches,
     remove_hooks_since,
 )
-from fastlr.ghost.tokens import address, storage
 from fastlr.ops.torch_private import is_view, no_torch_function, saved_tensors_are_hooked
 
 LARGE = 1 << 14  # elements of a tensor that is copied only if a pass has written it

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
+from fastlr.ghost.objects import number, version
 from fastlr.ghost.surroundings import refuse_unreadable
-from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.torch_private import tree_map_only
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import InputError, ModelError
-from fastlr.ghost.tokens import storage
+from fastlr.ghost.objects import storage
 from fastlr.metrics.unit_axes import PRODUCTS, UnitAxes, named, tensors_in
 from fastlr.metrics.written_relus import WrittenReLUs
 from fastlr.ops.torch_private import Convolution, no_torch_function

@@ -19,6 +19,7 @@ from fastlr.ghost.graph import dense
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.verification.audit import Draw
 from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
 from fastlr.ops.compiled_parts import uncompiled
@@ -319,7 +320,8 @@ def _parts(
     losses = SampleLosses(loss, view.out_dim)
     singles: dict[int, tuple[Tensor, Any]] = {}
     with as_it_was(view.module, view.device), uncompiled():
-        for number, (part, labels, whole) in enumerate(_chunks(x, y, batch_size, view.in_dim)):
+        chunks = _chunks(x, y, batch_size, view.in_dim)
+        for number, (part, labels, whole, draw) in enumerate(chunks):
 
             def own(
                 z: Tensor, labels: Any = labels, whole: bool = whole, number: int = number
@@ -330,7 +332,7 @@ def _parts(
 
             norms, grads, size = None, None, 0
             if _PER_SAMPLE in measures:
-                norms = engine_of(view).run(part, own).total
+                norms = engine_of(view).run(part, own, draw).total
             if BATCH in measures:
                 with refusals(view, part):
                     z = view.forward(copied(part))
@@ -349,10 +351,15 @@ def _parts(
             losses.require_no_company(list(singles.values()))
 
 
-def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield inputs and labels of each part of the samples, and whether it is all of them."""
+def _chunks(
+    x: Any, y: Any, batch_size: int | None, in_dim: int
+) -> Iterator[tuple[Any, Any, bool, Draw]]:
+    """Yield inputs and labels of each part of the samples.
+
+    With them go whether it is all of them, and which samples of it are audited.
+    """
     if batch_size is None:
-        yield x, y, True
+        yield x, y, True, Draw.of_chunk(first=True, last=True)
         return
     size = checked_count("batch_size", batch_size)
     total = _labelled(y)
@@ -373,7 +380,8 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
                 return t[start:stop]
             return t
 
-        yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1
+        draw = Draw.of_chunk(first=part == 0, last=part == parts - 1)
+        yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1, draw
 
 
 def _labelled(y: Any) -> int:

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError, first_line
-from fastlr.estimator.loss import refuse_interaction, sample_gradients
+from fastlr.estimator.loss import sample_gradients
 from fastlr.estimator.options import require_predictive
 from fastlr.estimator.padding import padding_mask, refuse_padding
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
+from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
@@ -467,7 +468,7 @@ def curvature_rank(
     require_predictive(predictive)
     x = view.inputs(x)
     with as_it_was(view.module, view.device):
-        refuse_interaction(view, x)
+        refuse_mixed_gradients(engine_of(view), x)
         with refusals(view, x):
             z = view.forward(copied(x))
         n = view.sample_count(z)
@@ -535,7 +536,7 @@ def ntk_rank(
     x = view.inputs(x)
     refuse_padding(x)
     with as_it_was(view.module, view.device):
-        refuse_interaction(view, x)
+        refuse_mixed_gradients(engine_of(view), x)
         with refusals(view, x):
             z = view.forward(copied(x))
         kernel = torch.zeros((), dtype=torch.float64, device=z.device)

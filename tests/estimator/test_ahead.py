@@ -66,9 +66,9 @@ def measured(one):
     """An estimate whose chunks are compiled ahead, as those on a GPU are."""
     norms = one.chunks.passes.norms
 
-    def after(start, stop):
+    def after(start, stop, draw):
         one.chunks.ahead.compile(start, stop)
-        return norms(start, stop)
+        return norms(start, stop, draw)
 
     one.chunks.passes.norms = after
     return one.measure()
@@ -226,7 +226,7 @@ def test_warnings_are_heard_again_after_another_threads_backward_pass(h100, monk
 
     thread = threading.Thread(target=other)
 
-    def norms(passes, start, stop):
+    def norms(passes, start, stop, draw):
         thread.start()
         assert begun.wait(9)
         raise ValueError("the noting pass ends here")

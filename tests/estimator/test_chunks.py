@@ -59,7 +59,7 @@ def test_a_value_does_not_depend_on_the_time_that_passes(monkeypatch):
         monkeypatch.setattr(audit.time, "perf_counter", clock)
         results.append(estimator(60, batch_size=8).measure())
     still, running = results
-    assert still.audits > running.audits, "only audits go by it"
+    assert still.audits == running.audits
     assert torch.equal(still.per_sample, running.per_sample)
     assert still.per_parameter == running.per_parameter
 
@@ -69,10 +69,10 @@ def test_memory_that_runs_out_halves_the_chunk(monkeypatch):
     made = estimator(60)
     whole = made.passes.norms
 
-    def norms(start, stop):
+    def norms(start, stop, draw):
         if stop - start > 4:
             raise torch.OutOfMemoryError("out of memory")
-        return whole(start, stop)
+        return whole(start, stop, draw)
 
     made.passes.norms = norms  # type: ignore[method-assign]
     with warned("out of memory with 8 inputs"):

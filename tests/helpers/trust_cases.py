@@ -16,15 +16,21 @@ from torch.autograd import Function
 
 
 class Call(NamedTuple):
-    """One call: the model as it is now, its inputs, which are shared, and whether it is refused.
+    """One call.
 
-    Shared inputs have no samples.
+    Attributes:
+        model: Model as it is now.
+        xs: Inputs.
+        refused: Whether the samples interact, so that the call is refused.
+        shared: Indices of the inputs without samples.
+        crowd: Whether copies of one sample in place of the batch interact, so that it may be.
     """
 
     model: nn.Module
     xs: tuple
     refused: bool = False
     shared: tuple[int, ...] = ()
+    crowd: bool = False
 
 
 CASES = {}  # each a generator, which changes the model's state between two calls
@@ -301,7 +307,7 @@ def dropped_for_lack_of_places():
 
     model = Net(how)
     for to in ([0, 1, 2, 3, 4, 0], [1, 1, 1, 1, 1, 0], [4, 3, 2, 1, 0, 0]):
-        yield Call(model, (routed(to),), refused=to[2] == 1)
+        yield Call(model, (routed(to),), refused=to[2] == 1, crowd=True)
 
 
 @case([0] * 6, [0, 0, 0, 1, 1, 1])
@@ -319,9 +325,9 @@ def capacity_that_overflows_later():
     They are dropped because of others.
     """
     model = Switch(4, lambda count: 4)
-    yield Call(model, (routed([0, 1, 2, 3] * 4),))
+    yield Call(model, (routed([0, 1, 2, 3] * 4),), crowd=True)
     yield Call(model, (routed([2] * 16),), refused=True)
-    yield Call(model, (routed([3, 1, 2, 0] * 4),))
+    yield Call(model, (routed([3, 1, 2, 0] * 4),), crowd=True)
 
 
 def pack(x, lengths, rows, size):

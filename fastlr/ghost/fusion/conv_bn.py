@@ -19,9 +19,9 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.ghost.factors import Factor, Norms
 from fastlr.ghost.graph import Graph, Place
+from fastlr.ghost.objects import address, version
 from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ghost.sample_axis import Regular
-from fastlr.ghost.tokens import address, version
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (

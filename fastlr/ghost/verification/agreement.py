@@ -35,6 +35,7 @@ MARGIN = 32
 # Likewise where products have fewer digits than their sums, which alone depend on the company.
 _MARGIN_OF_FEW_DIGITS = 2
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
+LARGEST_OF_FLOAT32 = 0.01  # relative difference of squared norms; more is for fewer digits
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
@@ -198,8 +199,8 @@ def model_noise(view: ModelView, x: Any) -> Noise | None:
 
     None if nobody can tell.
 
-    A clone runs in its place where one of this very program was found to be right: other threads do
-    not see the model with other tensors then.
+    A clone runs in its place where one was found to be right: other threads do not see the model
+    with other tensors then.
     """
     clone_or_model = CloneOrModel(view, x)
     clone_or_model.take_known_clone()
@@ -207,10 +208,10 @@ def model_noise(view: ModelView, x: Any) -> Noise | None:
     return clone_or_model.carry_out(lambda: measured_noise(probe))
 
 
-def noise_by_truth(
-    view: ModelView, batch: Batch, output: Tensor, company: Sequence[int]
-) -> Noise | None:
+def noise_by_truth(view: ModelView, batch: Batch, company: Sequence[int]) -> Noise | None:
     """Measure how far a batch's output is off by rounding, where its samples do not interact.
+
+    The output is that of the model as it is, not the one that is in question.
 
     A model that casts to float32 itself has no float64 copy: it is run in float64 with these casts
     lifted. There the company in question must give what it gives in the batch to float64's digits.
@@ -219,7 +220,6 @@ def noise_by_truth(
     Args:
         view: the model.
         batch: all samples.
-        output: of the batch, by the model as it is measured.
         company: numbers of samples whose outputs were another in it; a single one is run beside a
             copy, as it is in audits.
     """
@@ -231,7 +231,7 @@ def noise_by_truth(
     def truth() -> Noise | None:
         whole = RoundingProbe(subject, batch.pick(range(batch.count)))
         own, exact = whole.run(), whole.with_casts_lifted()
-        if own is None or exact is None or exact.shape != output.shape:
+        if own is None or exact is None or exact.shape != own.shape:
             return None
         if low_precision(own.device, {lowest_dtype(own)}):
             return None
@@ -242,7 +242,7 @@ def noise_by_truth(
         together = exact.detach().index_select(view.out_dim, numbers)
         if apart is None or not agree(together, apart, _DOUBLE, None, view.out_dim):
             return None
-        return Noise(MARGIN * distance(output.detach(), exact.detach()), own=False)
+        return Noise(MARGIN * distance(own.detach(), exact.detach()), own=False)
 
     return clone_or_model.carry_out(truth)
 
@@ -253,21 +253,30 @@ def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:
     return again is not None and agree(own, again.detach(), relative)
 
 
+def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Tensor:
+    """Return element by element whether audited squared norms are the exact ones but for rounding.
+
+    A norm that is zero but for rounding has some 1e-14 of its sample's total in float32. A larger
+    part of the total would hide small norms, such as those of LoRA's first factor.
+
+    Args:
+        value: Squared norms.
+        exact: Squared norms by plain autograd.
+        total: Squared norms of all parameters together.
+        close: Relative difference that is rounding.
+    """
+    part = 0.1 * close if close > LARGEST_OF_FLOAT32 else 1e-9 * close
+    return (value - exact).abs() <= close * exact + part * total
+
+
 def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bool:
     """Return True if squared norms agree, relative to themselves and to the samples' totals."""
     return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
 
 
-def output_differs(view: ModelView, x: Any, got: Tensor) -> Tensor:
-    """Return on the device whether ``got`` may not be the model's own output for ``x``.
-
-    True if some element is off by more than needs no explanation; nothing is waited for.
-    """
-    own = view.forward(x).detach()
-    if own.shape != got.shape:
-        return torch.ones((), dtype=torch.bool, device=got.device)
-    relative = unexplained(own, view.named.values())
-    return _by_element(*_by_sample(got, own, view.out_dim), relative).beyond.any()
+def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+    """Return on the device whether two outputs differ by more than needs no explanation."""
+    return _by_element(*_by_sample(got, own, out_dim), relative).beyond.any()
 
 
 def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:

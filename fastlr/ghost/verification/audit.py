@@ -1,14 +1,35 @@
-"""Audits: randomly drawn samples of what is measured, held to their exact gradients."""
+"""When samples are audited, and which."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
+from typing import NamedTuple
 
-import torch
+SHARE = 0.03  # of the time of raw calls, spent on audits beyond those of new plans
+SAMPLES = 3  # audited in the first chunk of a measurement, and where a plan is new
 
-SHARE = 0.03  # of the measured time, spent on audits beyond the first of every shape
+
+class Draw(NamedTuple):
+    """Samples of a batch that are audited.
+
+    Attributes:
+        random: Number of randomly drawn samples.
+        last: Whether the last sample of the batch is audited.
+    """
+
+    random: int
+    last: bool = False
+
+    @staticmethod
+    def of_chunk(first: bool, last: bool) -> Draw:
+        """Return the draw for a chunk of a measurement, which may be its first or last one."""
+        return Draw(SAMPLES if first else int(last), last)
+
+
+Check = bool | Draw | None  # None: as often as costs at most `SHARE` of the time
 
 
 class Disproved(Exception):
@@ -23,8 +44,8 @@ class Audits:
     """The audits of one engine.
 
     Attributes:
-        passed: samples whose output and norms were right.
-        failed: samples that refuted what was known of the model.
+        passed: Number of samples whose output and norms were right.
+        failed: Number of samples that refuted what was known of the model.
     """
 
     def __init__(self) -> None:
@@ -32,34 +53,34 @@ class Audits:
         self._measured = self._spent = self._last = 0.0
         self._drawn = 0
         self._again: int | None = None
-        self._owed = False
+
+    def samples(self, count: int, check: Check, at_least: int = 0) -> list[int]:
+        """Return the numbers of the samples to audit, another draw in every call.
+
+        Args:
+            count: Number of samples in the batch.
+            check: Samples that the caller wants audited. After a failure, every batch is audited.
+            at_least: Number of randomly drawn samples to audit whatever the caller wants.
+        """
+        if isinstance(check, Draw):
+            random, last = check
+        else:
+            random, last = int(self.due() if check is None else check), False
+        random = max(random, at_least, int(self.failed > 0))
+        if not (random or last):
+            return []
+        self._drawn += 1
+        most = min(random + last, count)
+        chosen = [count - 1] * last
+        if self._again is not None and self._again < count:
+            chosen.append(self._again)
+        self._again = None
+        chosen += Random(self._drawn).sample(range(count), most)
+        return list(dict.fromkeys(chosen))[:most]
 
     def due(self) -> bool:
-        """Return True if the next batch is to be audited, be its plan new or not.
-
-        So are some within their share of the time, and any after a failure.
-        """
-        within_share = self._spent + self._last <= SHARE * self._measured
-        return within_share or self._owed or self.failed > 0
-
-    def owe(self) -> None:
-        """Make the next batch that runs as it is due for an audit, whatever the time.
-
-        For a sample of what was replayed was not right.
-        """
-        self._owed = True
-
-    def draw(self, count: int) -> int:
-        """Return the number of the sample to audit among ``count``.
-
-        It is random, another at every call; once more the one that failed.
-        """
-        self._owed = False
-        again, self._again = self._again, None
-        if again is not None and again < count:
-            return again
-        self._drawn += 1
-        return int(torch.randint(count, (), generator=torch.Generator().manual_seed(self._drawn)))
+        """Return True if another audit keeps within its share of the time of raw calls."""
+        return self._spent + self._last <= SHARE * self._measured
 
     def fail(self, failure: Disproved) -> None:
         """Count a failure; its sample is audited again next."""
@@ -67,22 +88,12 @@ class Audits:
         self._again = failure.sample
 
     def measured(self, seconds: float) -> None:
-        """Add to the time that measuring took."""
+        """Add to the time that raw calls took."""
         self._measured += seconds
-
-    def clock(self) -> tuple[float, float]:
-        """Return the time, for `measured_since`."""
-        return time.perf_counter(), self._measured
-
-    def measured_since(self, clock: tuple[float, float]) -> None:
-        """Add the time since then, but for what was added meanwhile."""
-        begun, measured = clock
-        elapsed = time.perf_counter() - begun
-        self.measured(max(0.0, elapsed - (self._measured - measured)))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add what happens inside to the time that audits took."""
+        """Add what happens inside to the time that audits of raw calls took."""
         begun = time.perf_counter()
         try:
             yield

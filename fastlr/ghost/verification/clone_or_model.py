@@ -31,9 +31,8 @@ from fastlr.ghost.batch import cast_inputs, copied
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import walk
 from fastlr.ghost.model_io import ModelView, call, call_with, select_output
-from fastlr.ghost.program import fingerprint
+from fastlr.ghost.objects import storage
 from fastlr.ghost.state import emptied_caches
-from fastlr.ghost.tokens import storage
 from fastlr.ghost.writes import put_back
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import DispatchMode, hooks_of_all_modules, tree_leaves
@@ -43,7 +42,7 @@ _SEQUENCES = (list, tuple, set, deque)
 _LARGE = 256  # entries of a container that are not looked through: modules in it stay the model's
 _DEEP = 5  # containers within each other that are copied
 _Result = TypeVar("_Result")
-_right = WeakIdKeyDictionary()  # model -> fingerprint of the program whose clone was right
+_right = WeakIdKeyDictionary()  # model whose clone was right -> True
 
 
 class ReadsModel(Exception):
@@ -81,7 +80,6 @@ class CloneOrModel:
         if not self._may_have_clone():
             return
         device = next(iter(tensors.values())).device.type
-        program = fingerprint(self.model)
         try:
             self._make()
             with torch.autocast(device, enabled=False), torch.enable_grad():
@@ -89,18 +87,16 @@ class CloneOrModel:
         except Exception:  # whatever a model raises that is not what it was, or not run as it was
             right = False
         if right:
-            _right[self.model] = program
+            _right[self.model] = True
         else:
             self.clone = None
             _right.pop(self.model, None)
 
     def take_known_clone(self) -> None:
-        """Run a clone where one of the very program was found to be right before."""
+        """Run a clone where one of the model was found to be right before."""
         self._tried = True
         put_back(self.model)
-        if self.model not in _right or not self._may_have_clone():
-            return
-        if _right[self.model] == fingerprint(self.model):
+        if self.model in _right and self._may_have_clone():
             self._make()
 
     def _may_have_clone(self) -> bool:

@@ -87,7 +87,7 @@ def in_batch_of(view: ModelView, batch: Batch, output: Tensor) -> InBatch:
         return model_noise(view, batch.pick(some))
 
     relative = unexplained(output, view.parameters.values())
-    truth = partial(noise_by_truth, view, batch, output)
+    truth = partial(noise_by_truth, view, batch)
     return InBatch(output, view.out_dim, relative, noise, truth)
 
 

@@ -27,7 +27,7 @@ from fastlr.ghost.graph import Graph
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.verification.agreement import agree
 from fastlr.ghost.verification.clone_or_model import CloneOrModel
-from fastlr.ghost.verification.company import InBatch, OtherOutput
+from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.copies import with_buffers_moved
 from fastlr.ghost.verification.trial import Trial
 
@@ -39,24 +39,10 @@ _LARGE_MOVE = 0.5  # of a parameter, in parts of its size
 _TINY_MOVE, _TINY_MOVE_IN_DOUBLE = 1e-3, 1e-6
 
 
-def require_no_interaction(trial: Trial) -> None:
-    """Require that samples give beside copies of themselves what they give together."""
-    in_batch, difference = _beside_copies(trial)
-    if difference is not None:
-        raise what_differs(trial, in_batch)
-
-
 def require_same(trial: Trial, in_batch: InBatch, samples: Sequence[int], output: Tensor) -> None:
     """Require that samples that gave ``output`` give the same together."""
     if not in_batch.holds(samples, output):
         raise what_differs(trial, in_batch)
-
-
-def _beside_copies(trial: Trial) -> tuple[InBatch, OtherOutput | None]:
-    """Run each sample beside copies of itself; the first that gives something else, if any does."""
-    with torch.no_grad():
-        in_batch = trial.in_batch(trial.run(trial.all))
-        return in_batch, in_batch.first_difference(trial.companies, trial.run)
 
 
 def interaction_under_other_conditions(
@@ -93,8 +79,9 @@ def interaction_under_other_conditions(
 def _found_beside_copies(trial: Trial) -> Literal["the same", "something else", "a failure"]:
     """Return what samples give beside copies of themselves that they give together."""
     try:
-        with trial.subject.precision():
-            _, difference = _beside_copies(trial)
+        with trial.subject.precision(), torch.no_grad():
+            in_batch = trial.in_batch(trial.run(trial.all))
+            difference = in_batch.first_difference(trial.companies, trial.run)
     except (FoldRefuted, *FAILURES):
         return "a failure"
     return "the same" if difference is None else "something else"

@@ -51,7 +51,6 @@ from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.copies import subjects
 from fastlr.ghost.verification.forward_checks import (
     interaction_under_other_conditions,
-    require_no_interaction,
     require_same,
     unused_parameters,
 )
@@ -91,25 +90,18 @@ class Prover:
     folding: Folding | None = None
 
     def prove(self, few: Batch, seed: int = 0) -> None:
-        """Prove on the samples of ``few``; raises what makes per-sample gradients meaningless."""
-        self._on_strictest_copy(few, partial(_prove_on, ledger=self.ledger), seed)
+        """Prove on the samples of ``few``, on the strictest of the model's copies that can run.
 
-    def compare_outputs(self, few: Batch) -> None:
-        """Prove of a model whose gradients are proven that its samples do not interact now."""
-        self._on_strictest_copy(few, require_no_interaction)
-
-    def _on_strictest_copy(self, few: Batch, step: Callable[[Trial], None], seed: int = 0) -> None:
-        """Take a step on the strictest of the copies that can.
-
-        Then see if samples would interact otherwise.
+        Then see if samples would interact otherwise. Raises what makes per-sample gradients
+        meaningless.
         """
         clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
-        def step_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
+        def prove_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
             parameters = self.view.parameters.values()
             native = without_cudnn(self.view.device, parameters, compared=False)
             with trial.subject.precision(), native:
-                step(trial)
+                _prove_on(trial, self.ledger)
                 otherwise = interaction_under_other_conditions(
                     trial, clone_or_model, perturbation, seed
                 )
@@ -119,7 +111,7 @@ class Prover:
         for perturbation in PERTURBATIONS:
             for subject in subjects(self.view, perturbation, seed, clone_or_model):
                 trial = Trial(subject, few, self.folding)
-                work = partial(step_then_try_other_conditions, trial, perturbation)
+                work = partial(prove_then_try_other_conditions, trial, perturbation)
                 failure = self._failure_of(trial, partial(clone_or_model.carry_out, work))
                 if failure is None:
                     return

@@ -1,0 +1,129 @@
+"""Attributes of any object, read without running code of its class, and where tensors are.
+
+In: any object, also one whose class raises in ``__getattr__`` or ``__class__`` (an unbound proxy, a
+dead weak reference). Out: its attributes, a number that identifies it, a tensor's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
+# Entries of every nn.Module.
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
+
+
+class _ModuleRef(WeakIdRef):
+    """A weak reference to a module, compared by identity.
+
+    Other than torch's it asks the module for no attribute, which may raise.
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        return weakref.ref.__call__(self)
+
+
+def weakly_by_module() -> WeakIdKeyDictionary:
+    """Return a mapping of modules whose entries go when their modules do.
+
+    Modules are found by identity: they may compare equal.
+    """
+    return WeakIdKeyDictionary(ref_type=_ModuleRef)
+
+
+def attribute(value: Any, name: str) -> Any:
+    """Return an attribute as ``getattr`` finds it; None where there is none, or where it raises."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
+def is_instance(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Return what ``isinstance`` says; False where it raises, as for a proxy of nothing."""
+    try:
+        return isinstance(value, kind)
+    except Exception:
+        return False
+
+
+def instance_dict(value: Any) -> dict[str, Any] | None:
+    """Return the dict of an object's attributes; None where it has none or refuses to give it.
+
+    Of a `threading.local` it is the one of this thread.
+    """
+    kind = threading.local if issubclass(type(value), threading.local) else object
+    try:
+        held = kind.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return held if issubclass(type(held), dict) else None
+
+
+# -- numbers of objects ----------------------------------------------------------------------------
+
+# Id of an object -> a weak reference to it, its number.
+_numbers: dict[int, tuple[Callable, int]] = {}
+_next = itertools.count(1)
+
+
+def number(thing: Any) -> int:
+    """Return a number that no other object has or will have.
+
+    It is the object's address if its end cannot be seen.
+    """
+    key = id(thing)
+    known = _numbers.get(key)
+    if known is not None and known[0]() is thing:
+        return known[1]
+    try:
+        held = weakref.ref(thing, lambda gone: _forget(key, gone))
+    except TypeError:
+        return -key
+    _numbers[key] = held, next(_next)
+    return _numbers[key][1]
+
+
+def _forget(key: int, gone: weakref.ref) -> None:
+    """Drop the number of an object that came to its end, unless one in its place has a number."""
+    if key in _numbers and _numbers[key][0] is gone:
+        del _numbers[key]
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to.
+
+    It is 0 for a tensor of inference mode and for one that is not initialised.
+    """
+    try:
+        return 0 if tensor.is_inference() else tensor._version
+    except Exception:
+        return 0
+
+
+def address(t: Tensor) -> int:
+    """Return where a tensor's elements are; 0 if they are in several places, as of a sparse one."""
+    try:
+        return t.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def storage(t: Tensor) -> int:
+    """Return where a tensor's memory begins; 0 if it has none of its own, as some subclasses."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
