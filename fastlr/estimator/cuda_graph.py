@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlr.errors import first_line
 from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, relied_on
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.auditor import SampleAudit
@@ -209,10 +210,7 @@ class Replays:
             if out_of_memory(error):
                 self.release()
                 raise
-            self.drop(
-                f"{type(error).__name__}: "
-                f"{str(error).splitlines()[0][:200] if str(error) else 'other shapes'}"
-            )
+            self.drop(f"{type(error).__name__}: {first_line(error)[:200]}")
             self.failures += 1
             return None
         return table

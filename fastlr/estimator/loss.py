@@ -19,8 +19,14 @@ from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add
 from fastlr.ghost.batch import copied
-from fastlr.ghost.graph import dense, walk
-from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
+from fastlr.ghost.engine import Engine
+from fastlr.ghost.graph import autocast_dtype, dense, walk
+from fastlr.ghost.model_io import (
+    ModelView,
+    OutputSelector,
+    call_with,
+    select_output,
+)
 from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
@@ -41,9 +47,7 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
-# model -> shapes of inputs -> the engine and the dtypes with which its samples were seen to be
-# apart, and with which its loss was differentiated
-_looked_at, _differentiated = weakly_by_module(), weakly_by_module()
+_checked = weakly_by_module()  # model -> engines and keys with which its loss was checked
 
 
 @locks_model
@@ -129,7 +133,8 @@ def redundancy_loss(
     parameters = list(view.parameters.values())
     begun = time.perf_counter()
     with as_it_was(view.module, view.device), uncompiled():
-        shapes, found = refuse_interaction(view, x)
+        engine, key = engine_of(view), _key(view, x)
+        is_new = _refuse_interaction(engine, x, key)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
             if passes_write():
@@ -153,11 +158,10 @@ def redundancy_loss(
         with _second_derivatives_named():
             norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
             values = torch.stack(norms).sum(0)
-            differentiated = _differentiated.setdefault(view.module, {})
-            if differentiated.get(shapes) != found:
+            if is_new:
                 _differentiate_once_more(values, parameters)
-                differentiated[shapes] = found
-    found[0].audits.measured(time.perf_counter() - begun)
+                _checked[view.module].add((engine, key))
+    engine.audits.measured(time.perf_counter() - begun)
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
@@ -183,30 +187,30 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_interaction(view: ModelView, x: Any) -> tuple[tuple[torch.Size, ...], Any]:
-    """Have the engine measure the batch and audit a sample, and refuse interaction.
+def _key(view: ModelView, x: Any) -> tuple:
+    """Return the key of what is checked once of a model: shapes, dtypes, autocast."""
+    shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
+    dtypes = tuple((name, p.dtype) for name, p in view.parameters.items())
+    return shapes, autocast_dtype(view.device), dtypes
 
-    The model is in eval mode already. It is checked where dtypes or the shapes of its inputs are
-    new, and otherwise as often as costs at most 3 % of the time of its losses.
+
+def _refuse_interaction(engine: Engine, x: Any, key: tuple) -> bool:
+    """Have the engine measure the batch and audit a sample, where the key is new or time allows it.
+
+    The model is in eval mode already.
 
     Returns:
-        The shapes of the inputs, and the engine and the dtypes.
+        True if the key is new.
 
     Raises:
         ModelError: Its samples interact, in the forward pass or in the backward pass, or what else
             makes the gradients of samples meaningless, by name.
     """
-    shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
-    engine, kind = engine_of(view), view.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    found = engine, autocast, tuple((name, p.dtype) for name, p in view.parameters.items())
-    known = _looked_at.setdefault(view.module, {})
-    is_new = known.get(shapes) != found
+    is_new = (engine, key) not in _checked.setdefault(engine.model, set())
     if is_new or engine.audits.due():
         with nullcontext() if is_new else engine.audits.timed():
             refuse_mixed_gradients(engine, x)
-        known[shapes] = found
-    return shapes, found
+    return is_new
 
 
 def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -28,12 +28,11 @@ from fastlr.ghost.runtime import move_samples
 from fastlr.ghost.support_report import shared_inputs
 from fastlr.ghost.verification.audit import Draw
 from fastlr.ops.cudnn import without_cudnn
-from fastlr.ops.deferred_checks import may_wait_for_device, refuse_where
+from fastlr.ops.deferred_checks import refuse_where
 from fastlr.ops.torch_private import tree_map
 
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution")  # nodes of linear layers
-LOOKED_AT = 64  # samples by whose outputs a sigmoid is told
-FEW = 16  # along each axis, by which most outputs are told from shares
+FEW = 16  # elements along each axis by which most logits are known not to be probabilities
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # nodes
 
 
@@ -51,9 +50,7 @@ class Passes:
             was seen.
         axes: of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
-        ends_in_sigmoid: True if a forward pass with its graph was seen to; None before one was.
-        looked_at: how many of the first inputs have outputs between ``lowest`` and ``highest``.
-        may_be_probabilities: True if the first outputs lie between 0 and 1, and vary.
+        may_be_probabilities: True if the outputs of the first chunk lie between 0 and 1, and vary.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure
             (for ``probe="batch"``).
     """
@@ -61,13 +58,11 @@ class Passes:
     def __init__(self, options: EstimateOptions, view: ModelView) -> None:
         self.options, self.view = options, view
         self.engine = engine_of(view)
-        self.lowest = self.highest = torch.empty(0)
         self.dtype = torch.float32
         self.renew()
         self.predictive: Any = options.predictive
         self.axes: int | None = None
         self.padding_left_out = self.may_be_probabilities = False
-        self.ends_in_sigmoid: bool | None = None
 
     def renew(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
@@ -76,7 +71,6 @@ class Passes:
         )
         self.dtype = next((p.dtype for p in trained), torch.float32)
         self.refusals_checked = False
-        self.looked_at = 0
 
     def inputs(self, start: int, stop: int) -> Any:
         """Return these inputs on the model's device, with the samples along its axis."""
@@ -128,9 +122,7 @@ class Passes:
         parameters = self.view.parameters.values()
         native = without_cudnn(self.view.device, parameters, compared=False)
         with self.autocast(), native, refusals(self.view, x):
-            output = self.view.forward(copied(x))
-        self.ends_in_sigmoid = ends_in_sigmoid(output)
-        return output
+            return self.view.forward(copied(x))
 
     def cotangent(
         self, index: range | Tensor, x: Any, probe: str | None = None, *, scaled: bool = True
@@ -146,7 +138,8 @@ class Passes:
             if self.predictive is None:
                 self.predictive = default_predictive(output, out_dim)
             self.axes = output.ndim
-            self._look_for_sigmoid(output, index)
+            if isinstance(index, range) and index.start == 0:
+                self.may_be_probabilities = _may_be_probabilities(output, out_dim)
             where: dict[str, Any] = {} if out_dim == 0 else {"sample_dim": out_dim}
             if isinstance(self.predictive, Predictive):
                 counted = padding_mask(x, output, out_dim)
@@ -181,29 +174,6 @@ class Passes:
             "pass out_dim="
         )
 
-    def _look_for_sigmoid(self, output: Tensor, index: range | Tensor) -> None:
-        """Warn where outputs taken for logits are a sigmoid's by the graph; note where they may be.
-
-        That is by their values.
-        """
-        is_next = isinstance(index, range) and index.start == self.looked_at < LOOKED_AT
-        if not is_next or not may_wait_for_device():
-            return
-        if not self.ends_in_sigmoid and not self.looked_at and _are_no_shares(output):
-            self.looked_at = LOOKED_AT
-            return
-        low, high = output.aminmax(dim=self.options.out_dim)
-        if self.looked_at:
-            low, high = torch.minimum(low, self.lowest), torch.maximum(high, self.highest)
-        self.lowest, self.highest = low, high
-        self.looked_at += len(index)
-        bounded = ((low >= 0) & (high <= 1)).all() & (low < high).any()  # and not always the same
-        if self.ends_in_sigmoid:
-            warn_of_sigmoid(self.predictive)
-            self.looked_at = LOOKED_AT
-        elif self.looked_at >= LOOKED_AT:
-            self.may_be_probabilities = bool(bounded)
-
     def _warn_unless_layer_made_output(self, x: Any) -> None:
         """Warn of a sigmoid unless the output for x is that of a layer: logits may be small."""
         self.may_be_probabilities = False
@@ -220,11 +190,6 @@ class Passes:
             norms = self.engine.run(x, self.cotangent(range(start, stop), x), draw)
         if self.may_be_probabilities:
             self._warn_unless_layer_made_output(x)
-        elif start == 0 and self.looked_at < LOOKED_AT and self.ends_in_sigmoid is None:
-            self.forward(x)
-            if self.ends_in_sigmoid:
-                warn_of_sigmoid(self.predictive)
-                self.looked_at = LOOKED_AT
         samples = norms.table.shape[1]
         if samples != stop - start:
             raise InputError(
@@ -261,11 +226,9 @@ class Passes:
                 if self.engine.ledger.loop:
                     refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
-            self.looked_at = 0
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):
             z = self.view.forward(copied(x))
-        self.ends_in_sigmoid = ends_in_sigmoid(z)
         v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (
             stop - start
         )
@@ -303,12 +266,16 @@ def _last_operation(output: Tensor) -> str:
     return node.name() if node is not None else ""
 
 
-def _are_no_shares(output: Tensor) -> bool:
-    """Return True if some of the first numbers of an output are not between 0 and 1."""
-    few = output.detach()
+def _may_be_probabilities(output: Tensor, out_dim: int) -> bool:
+    """Return True if all numbers of an output are between 0 and 1, and samples differ."""
+    few = output
     for dim, size in enumerate(few.shape):
         few = few.narrow(dim, 0, min(size, FEW))
-    return bool(((few < 0) | (few > 1)).any())
+    if ((few < 0) | (few > 1)).any():
+        return False
+    low, high = output.aminmax(dim=out_dim)
+    samples_differ = output.shape[out_dim] == 1 or bool((low < high).any())
+    return samples_differ and bool(((low >= 0) & (high <= 1)).all())
 
 
 def warn_of_sigmoid(predictive: Any) -> None:

@@ -17,7 +17,7 @@ from fastlr.errors import NonlinearBackwardError
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.cotangents import Pass
 from fastlr.ghost.fallback import SingleSamples
-from fastlr.ghost.graph import exact_grads, walk
+from fastlr.ghost.graph import autocast_dtype, exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
 from fastlr.ghost.planner import Chunk, batch_of
@@ -28,6 +28,8 @@ from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.prover import require_scaling, scales_of
 from fastlr.ghost.verification.record import Ledger
+
+LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
 
 
 class SampleAudit:
@@ -44,8 +46,8 @@ class SampleAudit:
         one: Backward pass of the batch.
         table: Squared norms [parameters, B] of that pass. Those of parameters that go by the loop
             are exact, and not compared.
-        again: Function that runs the batch again as it was measured, and returns its inputs and
-            its output.
+        whole: Function that returns the batch again.
+        forward: Function that runs the batch again as it was measured, and returns its output.
 
     Attributes:
         row: Output of the sample beside its copy.
@@ -64,11 +66,14 @@ class SampleAudit:
         z: Tensor,
         one: Pass,
         table: Tensor,
-        again: Callable[[], tuple[Batch, Tensor]],
+        whole: Callable[[], Batch],
+        forward: Callable[[], Tensor],
     ) -> None:
-        self.view, self.ledger, self.sample, self.again = view, ledger, sample, again
+        self.view, self.ledger, self.sample = view, ledger, sample
+        self.whole, self.forward = whole, forward
         self.batch = batch.part(range(sample, sample + 1))
-        self.own_v, factor = one.own(sample, view.out_dim, 0 if _narrow(ledger, z) else 40)
+        narrow = torch.float16 in (ledger.dtype, z.dtype, autocast_dtype(z.device))
+        self.own_v, factor = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)
         self.own_row = view.row(z, sample).clone()
         self.norms = table[:, sample] * factor
         by_loop = [name in ledger.loop for name in view.parameters]
@@ -93,12 +98,12 @@ class SampleAudit:
     def has_its_output(self) -> bool:
         """Return True if the sample's output in the batch is the one beside its copy.
 
-        Rounding is measured on the batch.
+        Rounding is measured on samples of the batch.
         """
-        batch, z = self.again()
-        z = z.detach().clone()
-        self.view.row(z, self.sample).copy_(self.own_row)
-        return in_batch_of(self.view, batch, z).holds([self.sample], self.row)
+        batch, shape = self.whole(), list(self.own_row.shape)
+        shape[self.view.out_dim] = batch.count
+        own = in_batch_of(self.view, batch, self.own_row.expand(shape))
+        return own.holds([self.sample], self.row)
 
     def refuted(self) -> dict[str, float]:
         """Return the parameters whose squared norms are not the exact ones, beyond rounding.
@@ -130,7 +135,7 @@ class SampleAudit:
         its other side where the sample is alone: outputs then agree but for rounding, gradients
         less.
         """
-        _, z = self.again()
+        z = self.forward()
         cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
         self.view.row(cotangent, self.sample).copy_(self.own_v)
         return torch.stack(exact_grads(z, self.view.parameters, cotangent))
@@ -166,13 +171,6 @@ class SampleAudit:
         truth = torch.stack(beside.norms[0])
         # one without a gradient may be held outside the module, where the copy does not replace it
         return torch.where(truth > 0, (self.exact - truth).abs(), unknown)
-
-
-def _narrow(ledger: Ledger, z: Tensor) -> bool:
-    """Return True if gradients have the range of float16, beyond which small ones are zero."""
-    kind = z.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return torch.float16 in (ledger.dtype, z.dtype, autocast)
 
 
 def require_hooks_of_sample_to_scale(chunk: Chunk, sample: int, v: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,37 +175,14 @@ class Batch:
         """Return the batch of these samples."""
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
 
-    def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
-        """Yield the batch with other values: floats times a factor, then other integers.
-
-        Each sample's floating-point inputs have a factor; the other integers are in the last
-        sample.
-
-        Inputs that are all zero become the factors. The last row of the last sample becomes zero,
-        as padding is.
-        """
-        scaled, changed = list(self.leaves), list(self.leaves)
-        for i in self.batched:
-            leaf = self.leaves[i]
-            if leaf.is_floating_point():
-                shape = [1] * leaf.ndim
-                shape[self.in_dim] = self.count
-                factor = torch.tensor(factors, device=leaf.device).view(shape).to(leaf.dtype)
-                scaled[i] = leaf * factor if leaf.any() else torch.zeros_like(leaf) + factor
-                last = scaled[i].select(self.in_dim, -1)
-                wide = next((axis for axis, size in enumerate(last.shape) if size > 1), None)
-                if wide is not None:
-                    last.select(wide, -1).zero_()
-            elif not leaf.is_complex():
-                # Comparisons of unsigned ones are not implemented.
-                whole = leaf.to(torch.int64, copy=True)
-                _change(whole.select(self.in_dim, -1))
-                changed[i] = whole.to(leaf.dtype)
-        for leaves in (scaled, changed):
-            if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
-                yield Batch(
-                    tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched
-                )
+    def scaled(self, factors: Sequence[float]) -> Batch:
+        """Return the first samples, with floating-point values of each times a factor."""
+        part = self.part(range(len(factors)))
+        for i in part.batched:
+            if part.leaves[i].is_floating_point():
+                for row, factor in zip(part.leaves[i].movedim(part.in_dim, 0), factors):
+                    row.mul_(factor)
+        return part
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
         """Return a batch of at least ``need`` samples that differ.
@@ -230,19 +207,6 @@ class Batch:
                 rows[k] = _jitter(rows[k], k, generator)
             leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
         return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
-
-
-def _change(sample: Tensor) -> None:
-    """Halve a sample's integers; of a mask (0 and 1) turn the last entry instead.
-
-    It is turned only if its row then has both values: no mask is left empty.
-    """
-    if bool((sample > 1).any()):
-        sample.div_(2, rounding_mode="trunc")
-    else:
-        row = torch.atleast_1d(sample)[(-1,) * (sample.ndim - 1)]
-        if sample.numel() == 1 or bool((row[:-1] == row[-1]).any()):
-            row[-1:] = row[-1:] == 0
 
 
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:

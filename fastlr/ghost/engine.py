@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,12 +42,11 @@ from fastlr.ghost.cotangents import Cotangent, Pass, passes
 from fastlr.ghost.first_pass import registers_hooks
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph import Graph, walk
+from fastlr.ghost.graph import Graph, autocast_dtype, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
 from fastlr.ghost.model_io import ModelView, require_graph
 from fastlr.ghost.norms import (
-    corrected_where_the_proof_met_zero_gradients,
     norms_by_loop,
     norms_by_rules,
     norms_of_one,
@@ -143,11 +143,9 @@ class Engine:
 
     def _flags(self) -> tuple:
         """Return the model's flags of now (see fastlr.ghost.known)."""
-        model, kind = self.model, self.view.device.type
-        modes = tuple([m.training for m in all_modules(model)])
+        modes = tuple([m.training for m in all_modules(self.model)])
         dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return modes, dtypes, autocast
+        return modes, dtypes, autocast_dtype(self.view.device)
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
@@ -282,7 +280,7 @@ class Engine:
         From now on every batch is looked at.
         """
         self.audits.fail(failure)
-        self._forget()
+        self.distrust()
         warn(
             f"an audit found what was proven of the model no longer true ({failure}): something "
             "that it depends on has changed unseen. It is proven anew for this batch; results "
@@ -294,11 +292,7 @@ class Engine:
 
         From now on every batch is looked at.
         """
-        self._forget()
         self.audits.failed = max(1, self.audits.failed)
-
-    def _forget(self) -> None:
-        """Drop what is known of the model with the flags of the last call, at all levels."""
         self.known.by_flags.drop(self._current.flags)
         self._current = KnownFlags(())
 
@@ -427,8 +421,7 @@ class Engine:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
             norms |= norms_by_loop(chunk, one.v, chosen)
-        corrected = corrected_where_the_proof_met_zero_gradients(chunk, one.v, norms)
-        return self._table(norms | corrected, one)
+        return self._table(norms, one)
 
     def _send_hooked_to_loop(self, chunk: Chunk) -> None:
         """Have the loop measure the parameters whose hooks change their gradients."""
@@ -452,8 +445,7 @@ class Engine:
             FoldRefuted: A sample gives another output because of the folding.
             InteractionError: A sample gives another output.
         """
-        hooked = chunk.flags.hooked or self.view.has_hooked_parameters
-        at_least = SAMPLES if plan.is_new else int(hooked)
+        at_least = SAMPLES if plan.is_new else int(self._hooks_gradients(chunk))
         if not chunk.needs_rules:  # plain autograd has measured the sample alone
             self.audits.passed += isinstance(check, Draw) and any(check)
             return []
@@ -473,14 +465,12 @@ class Engine:
     ) -> dict[str, str]:
         """Return the parameters whose norms are wrong for a sample, and why."""
         batch, view = batch_of(chunk), self.view
-        if view.has_hooked_parameters or chunk.flags.hooked:  # the loop would not show it
+        if self._hooks_gradients(chunk):
             require_hooks_of_sample_to_scale(chunk, sample, one.v)
 
-        def again() -> tuple[Batch, Tensor]:
-            return batch, self._forward(chunk.x)
-
-        z = chunk.z.detach()
-        audit = SampleAudit(view, chunk.ledger, batch, sample, z, one, norms, again)
+        measured = batch, sample, chunk.z.detach(), one, norms
+        again = lambda: batch, partial(self._forward, chunk.x)
+        audit = SampleAudit(view, chunk.ledger, *measured, *again)
         may_differ, may_be_wrong = audit.run().tolist()
         if may_differ and not audit.has_its_output():
             self._refuse_output_alone(chunk, plan, sample)
@@ -493,6 +483,10 @@ class Engine:
                 f"the norm of {worst} for sample {sample} is off by {off[worst]:.1e} of its total",
             )
         return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in off}
+
+    def _hooks_gradients(self, chunk: Chunk) -> bool:
+        """Return True if hooks may change gradients, which no graph shows."""
+        return chunk.flags.forward_hooks_tensors or self.view.has_hooked_parameters
 
     def _refuse_output_alone(self, chunk: Chunk, plan: Plan, sample: int) -> None:
         """Raise the error for a sample that gives another output alone than in its batch."""
@@ -560,7 +554,7 @@ class Engine:
         if self.audits.failed or self.view.has_hooked_parameters or plan.structure.unproven:
             return False
         proofs = plan.flags.ledger.parameters.values()
-        by_rules = all(p.route == "zero" or (p.route == "rule" and p.is_settled) for p in proofs)
+        by_rules = all(p.route == "zero" or p.route == "rule" for p in proofs)
         samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
         return plan.count > 1 and by_rules and samples_are_known
 
@@ -617,16 +611,12 @@ class Engine:
         (one,) = passes(cotangent, output, self.view.out_dim)
         carriers = plan.flags.inputs_with_samples.get(plan.key.of_inputs(x))
 
-        def batch(x: Any) -> Batch:
+        def whole(x: Any) -> Batch:
             return self.view.batch(x, plan.count, carriers)
 
-        def run_again() -> tuple[Batch, Tensor]:
-            x = again()
-            return batch(x), self._forward(x)
-
-        norms = table / one.unscaling
-        ledger = plan.flags.ledger
-        return SampleAudit(self.view, ledger, batch(x), sample, output, one, norms, run_again)
+        measured = whole(x), sample, output, one, table / one.unscaling
+        again_now = lambda: whole(again()), lambda: self._forward(again())
+        return SampleAudit(self.view, plan.flags.ledger, *measured, *again_now)
 
 
 def _refuse_output_not_finite(z: Tensor) -> None:

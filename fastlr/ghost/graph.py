@@ -389,6 +389,12 @@ def exact_grads(
         return [zero if g is None else dense(g).double().square().sum() for g in gradients]
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on a device; None where autocast is off."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def full_precision(device: torch.device) -> AbstractContextManager:
     """Return a context without autocast.
 

@@ -122,11 +122,6 @@ class KnownFlags:
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     right_copies: RightCopies = field(default_factory=RightCopies)
 
-    @property
-    def hooked(self) -> bool:
-        """True if hooks may move gradients between samples' rows, which no graph shows."""
-        return self.ledger.hooked or self.forward_hooks_tensors
-
 
 @dataclass(eq=False)
 class Plan:

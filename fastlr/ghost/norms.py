@@ -19,7 +19,7 @@ from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import low_precision, norms_agree
+from fastlr.ghost.verification.agreement import low_precision
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.torch_private import tree_flatten
@@ -91,44 +91,6 @@ def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
         (t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided
     )
     return strides, chunk.key.shared_inputs, tuple(chosen)
-
-
-def corrected_where_the_proof_met_zero_gradients(
-    chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the norms by the loop of parameters that the rules now get wrong.
-
-    Of a parameter whose gradient was zero in the proof nothing was proven: where it is not zero any
-    more, the loop says whether its rule is right. Where it is, the rule's values stand, so that the
-    next call has the same bits.
-
-    Args:
-        chunk: the batch.
-        v: the cotangent.
-        norms: of all parameters, as measured.
-    """
-    unsure: dict[str, Tensor] = {}
-    for name, proof in chunk.ledger.parameters.items():
-        if (
-            name in norms
-            and not proof.is_settled
-            and proof.route != "loop"
-            and bool(norms[name].any())
-        ):
-            unsure[name] = chunk.view.parameters[name]
-    if not unsure:
-        return {}
-    looped = norms_by_loop(chunk, v, unsure)
-    total = torch.stack([*(dict(norms) | looped).values()]).sum(0)
-    close = norm_tolerance(chunk.view, chunk.ledger, v.device)
-    wrong: dict[str, Tensor] = {}
-    for name, exact in looped.items():
-        if norms_agree(norms[name], exact, total, close):
-            chunk.ledger.parameters[name].is_settled = True
-        else:
-            chunk.ledger.send_to_loop(name, "zero in the proof, wrong where it is not")
-            wrong[name] = exact
-    return wrong
 
 
 def forward_of(view: ModelView, batch: Batch) -> Forward:

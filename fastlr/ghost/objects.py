@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,32 +70,21 @@ def instance_dict(value: Any) -> dict[str, Any] | None:
 
 # -- numbers of objects ----------------------------------------------------------------------------
 
-# Id of an object -> a weak reference to it, its number.
-_numbers: dict[int, tuple[Callable, int]] = {}
+_numbers = weakly_by_module()
 _next = itertools.count(1)
 
 
 def number(thing: Any) -> int:
     """Return a number that no other object has or will have.
 
-    It is the object's address if its end cannot be seen.
+    It is the object's address, negative, if its end cannot be seen.
     """
-    key = id(thing)
-    known = _numbers.get(key)
-    if known is not None and known[0]() is thing:
-        return known[1]
     try:
-        held = weakref.ref(thing, lambda gone: _forget(key, gone))
+        if thing not in _numbers:
+            _numbers[thing] = next(_next)
+        return _numbers[thing]
     except TypeError:
-        return -key
-    _numbers[key] = held, next(_next)
-    return _numbers[key][1]
-
-
-def _forget(key: int, gone: weakref.ref) -> None:
-    """Drop the number of an object that came to its end, unless one in its place has a number."""
-    if key in _numbers and _numbers[key][0] is gone:
-        del _numbers[key]
+        return -id(thing)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +29,12 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_ima
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.ownership import RowsOfGraph, trace
+from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.ownership import trace
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.agreement import agree, unexplained
 from fastlr.ghost.verification.batch_checks import (
     Options,
-    every_layout,
-    explained,
     first_explained,
     likely_layouts,
 )
@@ -52,8 +50,8 @@ from fastlr.ops.deferred_checks import out_of_memory
 # one that may well interact.
 SOME_ALONE = 5
 MANY_ALONE = 32
+OTHER_SIZES = (30.0, -1 / 30, 1.0, 1.0)  # factors of a few samples' values
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
-HOOK = "a hook of a gradient"  # which may move gradients between rows
 UNSEEN = (
     "no proof has met its use, which the data choose. The values are exact; it is faster where "
     f"the first {MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
@@ -76,7 +74,6 @@ class Chunk:
         key: by what it is found again.
         compared: the inputs, from which samples can be picked, once the outputs were compared with
             those of parts of the batch.
-        compared_with_many: whether many samples were run alone then.
     """
 
     view: ModelView
@@ -89,7 +86,6 @@ class Chunk:
     graph: Graph
     key: Key
     compared: Batch | None = None
-    compared_with_many: bool = False
 
     @property
     def ledger(self) -> Ledger:
@@ -120,10 +116,9 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
     if not chunk.needs_rules:
         shapes = ShapePlan({})
     elif shapes is None or shapes.reason_to_look or look:
-        proof_found_a_reason = chunk.ledger.reason_to_look and not chunk.compared_with_many
-        if chunk.compared is None or proof_found_a_reason:
+        if chunk.compared is None:
             compared(chunk)
-        shapes = locate_samples(chunk, structure, is_new=is_new)
+        shapes = locate_samples(chunk, structure)
         structure.plans.put(chunk.key.plan, shapes)
     return Plan(chunk.flags, structure, shapes, chunk.key, is_new)
 
@@ -261,8 +256,10 @@ def compared(chunk: Chunk) -> Batch:
     chunk.known.comparisons += 1
     if passes_write():
         _require_the_same_again(chunk)
-    chunk.compared_with_many = bool(chunk.ledger.reason_to_look)
     batch = _batch_that_can_be_parted(chunk)
+    if not chunk.ledger.reason_to_look and _depends_on_others_of_other_size(chunk, batch):
+        chunk.ledger.reason_to_look = "samples of other sizes would interact"
+        batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
@@ -366,8 +363,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
 
     These are random halves of the batch, shuffled; some samples, each beside a copy; and one sample
     as often as fills the batch. That crowd goes one way where the model routes samples, and exceeds
-    a capacity that samples share. Where there are few samples, there are no halves; where they are
-    known to interact under other conditions, many are run beside a copy.
+    a capacity that samples share. Where there are few samples, there are no halves.
     """
     count = chunk.count
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
@@ -376,9 +372,28 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     if count > SAMPLES:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
-    alone = MANY_ALONE if chunk.compared_with_many or not groups else SOME_ALONE
-    crowd = [order[-1:] * count] if groups else []
-    return groups + crowd + copies_of_each(order[:alone])
+        groups.append(order[-1:] * count)
+    alone = MANY_ALONE if chunk.ledger.reason_to_look else SOME_ALONE
+    return groups + copies_of_each(order[:alone])
+
+
+def _depends_on_others_of_other_size(chunk: Chunk, batch: Batch) -> bool:
+    """Return True if samples far larger or smaller than each other give something else together.
+
+    The model is not refused for that: such values may not occur.
+    """
+    few, view = batch.scaled(OTHER_SIZES[: chunk.count]), chunk.view
+    samples = range(few.count)
+    try:
+        together = in_batch_of(view, few, view.outputs(few.pick(samples)))
+        alone = together.first_difference(
+            copies_of_each(samples), lambda s: view.outputs(few.pick(s))
+        )
+    except FAILURES as error:  # the model may take no such values
+        if out_of_memory(error):
+            raise
+        return False
+    return alone is not None
 
 
 def _company_of_enough(chunk: Chunk) -> list[list[int]]:
@@ -460,7 +475,7 @@ def interaction(chunk: Chunk) -> InteractionError:
 # --------------------------------------------------------------------------------------------------
 
 
-def locate_samples(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> ShapePlan:
+def locate_samples(chunk: Chunk, known: KnownStructure) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
     The stage "Known from the graph" of docs/trust.md. Parameters where no axis explains the
@@ -469,81 +484,23 @@ def locate_samples(chunk: Chunk, known: KnownStructure, *, is_new: bool) -> Shap
     Args:
         chunk: the batch.
         known: of its structure.
-        is_new: whether nothing was planned yet for these shapes.
     """
     graph, uses = chunk.graph, known.uses
-    rows = _rows_of_the_graph(chunk)
+    rows = trace(graph, chunk.z, chunk.view.out_dim)
     options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
-    was_planned_before = bool(known.plans)
-    is_searched_in_every_batch = bool(rows.lost_at) and was_planned_before
-    marks_have_confirmed_the_graph = not is_new
-    if marks_have_confirmed_the_graph or is_searched_in_every_batch:
-        search = Search(_untold(options, rows), rows.lost_at)
-    else:
-        search = _search_what_marks_do_not_confirm(chunk, uses, options, rows)
+    untold = {place: options[place] for place in options if place not in rows.known}
     found: dict[Place, list[Layout]] = {}
-    if search.options:
+    if untold:
         v = generic_cotangent(chunk.z)
-        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, search.options)
+        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
     _to_loop_where_unexplained(chunk, uses, found)
     plan_rests_on_search = bool(found)
-    why_searched = search.reason if plan_rests_on_search else ""
+    why_searched = rows.lost_at if plan_rests_on_search else ""
     reason = _reason_to_look(chunk, uses, why_searched)
     if reason:
         kind = reason.removesuffix("Backward0")
         chunk.ledger.note(f"rows are found and outputs compared anew in every batch: {kind}")
     return ShapePlan(_likeliest(options) | _likeliest(found), reason)
-
-
-def _rows_of_the_graph(chunk: Chunk) -> RowsOfGraph:
-    """Return where the graph tells that samples are: nowhere if hooks may move gradients."""
-    if chunk.flags.hooked:
-        return RowsOfGraph({}, HOOK)
-    return trace(chunk.graph, chunk.z, chunk.view.out_dim)
-
-
-class Search(NamedTuple):
-    """Where the samples are to be searched in the gradients of a batch.
-
-    Attributes:
-        options: layouts that each place may have.
-        reason: why the graph does not tell them, such as the node at which it loses the samples.
-    """
-
-    options: Options
-    reason: str
-
-
-def _untold(options: Options, rows: RowsOfGraph) -> Options:
-    """Return the places at which the graph does not tell where the samples are."""
-    return {place: options[place] for place in options if place not in rows.known}
-
-
-def _search_what_marks_do_not_confirm(
-    chunk: Chunk, uses: Structure, options: Options, rows: RowsOfGraph
-) -> Search:
-    """Compare what the graph tells of the samples with a backward pass of marked cotangents.
-
-    Each sample's cotangent has a mark of its own, which its gradients keep. What the graph does not
-    tell is searched where a gradient arrives. Where marks are elsewhere than the graph tells, a
-    hook has moved gradients.
-    """
-    told = {place: options[place] if place in rows.known else [] for place in options}
-    z, out_dim = chunk.z, chunk.view.out_dim
-    marked = generic_cotangent(z)
-    layouts_of_marks = explained(chunk.graph, uses, z, marked, out_dim, told, rows.known)
-    places_with_a_gradient = list(layouts_of_marks)
-    told_otherwise_than_marked = [
-        place for place, layouts in layouts_of_marks.items() if place in rows.known and not layouts
-    ]
-    untold = {place: options[place] for place in places_with_a_gradient if place not in rows.known}
-    if not told_otherwise_than_marked:
-        return Search(untold, rows.lost_at)
-    chunk.ledger.hooked = True
-    any_layout = {
-        place: every_layout(chunk.graph, place, chunk.count) for place in told_otherwise_than_marked
-    }
-    return Search(untold | any_layout, HOOK)
 
 
 def _likeliest(options: Options) -> dict[Place, Layout]:
@@ -559,9 +516,7 @@ def _to_loop_where_unexplained(chunk: Chunk, uses: Structure, found: Options) ->
         proof = ledger.parameters.get(name)
         if proof is None or proof.route != "loop":
             kinds = proof.kinds if proof else ()
-            ledger.parameters[name] = ParameterProof(
-                "loop", is_settled=True, kinds=kinds, reason=reason
-            )
+            ledger.parameters[name] = ParameterProof("loop", kinds=kinds, reason=reason)
 
 
 def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[str]:

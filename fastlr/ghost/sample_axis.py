@@ -9,7 +9,6 @@ by the c_j of the sample that the row belongs to.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -141,26 +140,6 @@ def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
     return sums.index_add_(0, entries.indices()[dim], row_sums(values, 0))
 
 
-def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
-    """The size up to which marks may fail on gradients that are their own.
-
-    Such gradients are denormal, or nearly.
-
-    Where gradients vanish, as over hundreds of steps of a recurrence, they end in numbers with few
-    digits or none, so that a factor of two is no longer exact. Those of all dtypes but float16 may
-    also be flushed to zero.
-
-    Args:
-        dtypes: in which the gradients are on their way.
-        tolerance: of a row's factor, relative.
-    """
-    largest = 0.0
-    for dtype in dtypes:
-        tiny = 4 * torch.finfo(dtype).tiny
-        largest = max(largest, tiny if dtype == torch.float16 else tiny * (1 / tolerance))
-    return largest
-
-
 OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
 IN_SINGLE = 8
 # Of a row's factor: less than what a share of 2^-OCTAVES of another sample makes.
@@ -221,9 +200,7 @@ class Marks:
         return self.owner[(digits * places[:, None]).sum(0)]
 
 
-def explains(
-    layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least: float = 0.0
-) -> Layout | None:
+def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Layout | None:
     """Return the layout if it explains how marking changed the row sums, else None.
 
     A ragged layout is returned with its ids.
@@ -233,12 +210,10 @@ def explains(
         plain: row sums [size of the layout's axis] without marks.
         marked: row sums [passes, size] with marks.
         marks: the marks.
-        least: row sum up to which a row tells nothing, beside those that are nothing but rounding
-            (see `vanishing`).
     """
     # In parts of the largest sum: what is nothing but rounding, and nobody's.
     noise = max(1e-12, marks.tolerance**3)
-    alive = plain > (plain.max() * noise).clamp_min(least) if plain.numel() else plain.bool()
+    alive = plain > plain.max() * noise if plain.numel() else plain.bool()
     low = marks.tolerance >= 0.1 and plain.numel() > 0
     # What a row's rounding is in parts of.
     size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain

@@ -79,7 +79,7 @@ class SupportReport:
             p = ledger.parameters[name]
             rows.append(
                 ParameterSupport(
-                    name, p.kinds, p.axes, p.route, p.deviation, p.is_settled, p.reason
+                    name, p.kinds, p.axes, p.route, p.deviation, p.was_tested, p.reason
                 )
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
@@ -162,7 +162,7 @@ class SupportReport:
         unproven = [p.name for p in self.parameters if not p.proven]
         if unproven:
             lines.append(
-                f"gradient zero on those samples, so checked when it is not: {few(unproven)}"
+                f"gradient zero on those samples, so nothing was compared: {few(unproven)}"
             )
         slow = [p for p in self.parameters if p.reason and p.route != "rule"]
         lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)

@@ -30,7 +30,6 @@ from fastlr.ops.held import SharedContext
 from fastlr.ops.model_lock import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
-_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
@@ -67,15 +66,12 @@ tree_unflatten = _get("utils._pytree.tree_unflatten")
 
 BatchNorm = _get("nn.modules.batchnorm._BatchNorm")  # of any number of axes, SyncBatchNorm too
 StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running statistics
-InstanceNorm = _get("nn.modules.instancenorm._InstanceNorm")
 Convolution = _get("nn.modules.conv._ConvNd")
 HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
 
 for _name in _HOOKS:  # read anew at every call, as they may be replaced
     _get(f"nn.modules.module._global_{_name}")
-for _name in _CALLS:
-    _get(f"nn.Module.{_name}")
 
 
 class DispatchMode(TorchDispatchMode):
@@ -206,11 +202,6 @@ def own_function(node: Any) -> type | None:
 def hooks_of_all_modules() -> list[dict]:
     """The registries of global module hooks."""
     return [getattr(torch_module, f"_global_{kind}") for kind in _HOOKS]
-
-
-def module_calls() -> list[Any]:
-    """The functions of ``nn.Module`` through which every forward pass goes."""
-    return [vars(nn.Module)[name] for name in _CALLS]
 
 
 # -- backends

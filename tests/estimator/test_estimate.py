@@ -12,6 +12,12 @@ from contextlib import nullcontext
 import torch
 from exact import redundancy, seeded
 from expected import failing, refused, warned
+from fisher import (
+    bernoulli_fisher,
+    categorical_fisher,
+    diagonal_gaussian_fisher,
+    gaussian_fisher,
+)
 from pytest import approx, mark, raises
 from single_samples import Written
 from torch import nn
@@ -35,12 +41,6 @@ from fastlr.ghost import runtime
 from fastlr.inputs import NoiseImages, TensorInputs
 from fastlr.ops import dispatch as ops
 from fastlr.ops import kernel_checks
-from fastlr.ops.reference.fisher import (
-    bernoulli_fisher,
-    categorical_fisher,
-    diagonal_gaussian_fisher,
-    gaussian_fisher,
-)
 
 
 class Normal:

@@ -8,6 +8,12 @@ import copy
 import torch
 from exact import redundancy
 from expected import refused, warned
+from fisher import (
+    bernoulli_fisher,
+    categorical_fisher,
+    diagonal_gaussian_fisher,
+    gaussian_fisher,
+)
 from pytest import fixture, mark, param, raises
 from single_samples import Written
 from torch import nn
@@ -16,12 +22,6 @@ from untouched import untouched
 
 import fastlr
 from fastlr.errors import InputError, InteractionError, ModelError
-from fastlr.ops.reference.fisher import (
-    bernoulli_fisher,
-    categorical_fisher,
-    diagonal_gaussian_fisher,
-    gaussian_fisher,
-)
 
 
 def attending():

@@ -25,9 +25,8 @@ from untouched import MEASURES
 import fastlr
 from bench import cases
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.model_io import ModelView, call, call_with
+from fastlr.ghost.model_io import call, call_with
 from fastlr.ghost.state import emptied, tensor_caches
-from fastlr.ghost.verification.copies import with_buffers_moved
 from fastlr.ghost.writes import LARGE, ModelState, unchanged
 
 norms = fastlr.per_sample_grad_sq_norms
@@ -499,22 +498,6 @@ def test_large_buffers_that_are_replaced_are_watched_again():
     for dtype in (torch.float32, torch.float64, torch.float32):
         norms(net.to(dtype), torch.randn(4, 5, dtype=dtype), torch.ones(4, 3, dtype=dtype))
         assert not net.cache.any()
-
-
-def test_zero_buffers_are_moved():
-    def centred(net, x):
-        h = net.layer(x)
-        return h - net.alpha * h.mean(0)
-
-    model = Written(centred, layer=nn.Linear(3, 2), alpha=nn.Buffer(torch.zeros(()))).eval()
-    x = torch.randn(4, 3)
-    subject = with_buffers_moved(ModelView.of(model), 1.0, 0)
-    assert subject is not None
-    assert float(model.alpha) == 0
-    assert not torch.allclose(subject(x)[:2], subject(x[:2]))
-    assert subject(x).dtype == torch.float64
-    model.alpha.fill_(1)
-    assert with_buffers_moved(ModelView.of(model), 1.0, 0) is None
 
 
 # -- engines

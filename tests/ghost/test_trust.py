@@ -16,6 +16,7 @@ from trust_cases import Call, Net
 
 import fastlr
 from fastlr.ghost.api import engine_for
+from fastlr.ghost.verification.audit import Draw
 from fastlr.models.patchtst import PatchTST
 
 norms = fastlr.per_sample_grad_sq_norms
@@ -29,8 +30,8 @@ TOLERANCES = {
 }
 
 
-def right(model, xs, v, want, samples=slice(None), dtype=None):
-    got = norms(model, xs, v, per_parameter=True, check=True)
+def right(model, xs, v, want, samples=slice(None), dtype=None, audits=1):
+    got = engine_for(model).run(xs, v, Draw(audits)).per_parameter
     assert_norms(got, want, *TOLERANCES[dtype or v.dtype], samples)
 
 
@@ -47,7 +48,7 @@ def check_call(call):
     )
     try:
         # Also where samples interact by their gradients only: each beside a copy.
-        right(call.model, call.xs, v, want.norms)
+        right(call.model, call.xs, v, want.norms, audits=call.audits)
     except fastlr.InteractionError:
         assert call.refused or call.crowd
 

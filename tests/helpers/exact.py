@@ -7,10 +7,10 @@ import copy
 from typing import NamedTuple
 
 import torch
+from fisher import categorical_fisher
 from torch import Tensor
 
 from fastlr.ghost.engine import Engine
-from fastlr.ops.reference.fisher import categorical_fisher
 
 
 class Truth(NamedTuple):

@@ -24,6 +24,7 @@ class Call(NamedTuple):
         refused: Whether the samples interact, so that the call is refused.
         shared: Indices of the inputs without samples.
         crowd: Whether copies of one sample in place of the batch interact, so that it may be.
+        audits: Number of samples to audit; all of them where an interaction shows in some only.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     refused: bool = False
     shared: tuple[int, ...] = ()
     crowd: bool = False
+    audits: int = 1
 
 
 CASES = {}  # each a generator, which changes the model's state between two calls
@@ -293,7 +295,7 @@ def chosen_by_the_mean_of_the_batch():
         x = torch.randn(6, 5)
         x[:3] += shift
         x[3:] += 2 if shift else -0.2
-        yield Call(model, (x,), refused=shift == 0 or shift < 0)
+        yield Call(model, (x,), refused=shift == 0 or shift < 0, audits=6)
 
 
 @case()

@@ -41,6 +41,7 @@ from fastlr.ghost.fusion.conv_bn import (
     Neighbours,
 )
 from fastlr.ghost.fusion.squeeze_excitation import Gate
+from fastlr.ghost.graph import autocast_dtype
 from fastlr.ops.block import Loaded
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
@@ -62,8 +63,7 @@ METADATA |= {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 
 def result_dtype(x: Tensor) -> torch.dtype:
     """Dtype of a convolution of ``x`` here and now."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 class Activated(torch.autograd.Function):

@@ -9,7 +9,7 @@ rounding), the rounding is measured (fastlr.ghost.verification.noise).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ MARGIN = 32
 # Likewise where products have fewer digits than their sums, which alone depend on the company.
 _MARGIN_OF_FEW_DIGITS = 2
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
-LARGEST_OF_FLOAT32 = 0.01  # relative difference of squared norms; more is for fewer digits
+LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
@@ -81,8 +81,9 @@ def agree(
     # The size that is asked below is never less than an element's own, and takes longer.
     if a.numel() <= _PART and (gap(a, b) <= relative * _finite(a)).all():
         return True
-    rows, parts, beyond = _by_element(a, b, relative)
-    doubtful = [part for part, flag in zip(parts, beyond) if flag]
+    every = max(1, a.shape[1] // _SEEN)
+    rows = _typical(a[:, ::every], b[:, ::every], 1)
+    doubtful = _doubtful(a, b, relative, rows)
     if not doubtful:
         return True
     measured = noise and noise()
@@ -112,29 +113,11 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
     return a, b
 
 
-class _ByElement(NamedTuple):
-    """Two outputs [samples, elements], compared element by element.
-
-    Attributes:
-        rows: size of each sample's outputs.
-        parts: of the elements.
-        beyond: by part, whether some difference is larger than needs no explanation.
-    """
-
-    rows: Tensor
-    parts: list[slice]
-    beyond: Tensor
-
-
-def _by_element(a: Tensor, b: Tensor, relative: float) -> _ByElement:
-    every = max(1, a.shape[1] // _SEEN)
-    rows = _typical(a[:, ::every], b[:, ::every], 1)
+def _doubtful(a: Tensor, b: Tensor, relative: float, rows: Tensor) -> list[slice]:
+    """Return the parts of the elements that hold a difference beyond ``relative``."""
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [
-        (gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts
-    ]
-    return _ByElement(rows, parts, torch.stack(beyond))
+    return [p for p in parts if (gap(a[:, p], b[:, p]) > relative * _size(a, b, p, rows)).any()]
 
 
 def _finite(a: Tensor) -> Tensor:
@@ -275,8 +258,15 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 
 
 def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
-    """Return on the device whether two outputs differ by more than needs no explanation."""
-    return _by_element(*_by_sample(got, own, out_dim), relative).beyond.any()
+    """Return on the device whether outputs of one sample differ by more than needs no explanation.
+
+    In few digits an element is judged by the sample's others, too.
+    """
+    a, b = _by_sample(own, got, out_dim)
+    size = _finite(a)
+    if relative > LARGEST_OF_FLOAT32:
+        size = torch.maximum(size, _typical(a, b, 1))
+    return (gap(a, b) > relative * size).any()
 
 
 def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:

@@ -10,7 +10,7 @@ the first batch of a shape.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fastlr.ghost.sample_axis import (
     candidates,
     explains,
     row_sums,
-    vanishing,
 )
 from fastlr.ghost.verification.record import Ledger
 
@@ -39,7 +38,6 @@ def explained(
     v: Tensor,
     out_dim: int,
     options: Options,
-    known: Container[Place] = (),
     in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
     """Find the layouts among ``options`` that marked passes confirm.
@@ -52,10 +50,7 @@ def explained(
         z: the output.
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
-        options: layouts by place, likelier ones first; an empty list asks only whether a gradient
-            arrives.
-        known: places whose layout the graph tells: there a row that is zero or denormal confirms
-            and refutes nothing.
+        options: layouts by place, likelier ones first.
         in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
@@ -71,14 +66,11 @@ def explained(
         for c in marks.factors
     ]
     layouts: dict[Place, list[Layout]] = {}
-    tiny = vanishing(graph.float_dtypes(), marks.tolerance)
     for place, sums in plain.items():
         layouts[place] = []
         for option in options[place]:
             marked = torch.stack([sums_of_pass[place][option.dim] for sums_of_pass in passes])
-            elements = graph.shape(*place).numel() // max(1, len(sums[option.dim]))
-            least = elements * tiny if place in known else 0.0
-            layout = explains(option, sums[option.dim], marked, marks, least)
+            layout = explains(option, sums[option.dim], marked, marks)
             if layout is not None:
                 layouts[place].append(layout)
     return layouts

@@ -170,33 +170,6 @@ def _perturbed_state(
     }
 
 
-def with_buffers_moved(
-    view: ModelView, scale: float, seed: int, clone_or_model: CloneOrModel | None = None
-) -> Subject | None:
-    """Return a perturbed float64 copy in which buffers that are all zero have noise.
-
-    The noise is additive; None where no buffer is all zero.
-
-    The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer
-    that switches something on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here
-    says that the model could be another program, not that it is one: look at it in every batch,
-    never refuse it.
-    """
-    model = view.module
-    zero = {
-        n: t
-        for n, t in (*model.named_buffers(), *model.named_parameters())
-        if n not in view.parameters and _has_numbers(t) and t.numel()
-        if not n.endswith("running_mean") and not bool(t.any())
-    }
-    if not zero:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    tensors = _perturbed_state(view, scale, generator)
-    tensors |= {n: _noise(t, generator).abs() + 0.1 for n, t in zero.items()}
-    return _float64("float64 copy with zero buffers moved", view, tensors, clone_or_model)
-
-
 def _float64(
     name: str, view: ModelView, tensors: dict[str, Tensor], clone_or_model: CloneOrModel | None
 ) -> Subject:

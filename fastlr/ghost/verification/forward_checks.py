@@ -10,8 +10,7 @@ they gave; parameters that are not in the graph are moved, and the output must s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +25,11 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.verification.agreement import agree
-from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import InBatch
-from fastlr.ghost.verification.copies import with_buffers_moved
 from fastlr.ghost.verification.trial import Trial
 
 SAMPLES = 3
 EVEN_SAMPLES = 4  # for a model that does not take three
-# Factors of the samples' inputs: do they interact where values differ?
-OTHER_VALUES = (30.0, -1 / 30, 1.0, 1.0)
 _LARGE_MOVE = 0.5  # of a parameter, in parts of its size
 _TINY_MOVE, _TINY_MOVE_IN_DOUBLE = 1e-3, 1e-6
 
@@ -43,48 +38,6 @@ def require_same(trial: Trial, in_batch: InBatch, samples: Sequence[int], output
     """Require that samples that gave ``output`` give the same together."""
     if not in_batch.holds(samples, output):
         raise what_differs(trial, in_batch)
-
-
-def interaction_under_other_conditions(
-    trial: Trial, clone_or_model: CloneOrModel, perturbation: float, seed: int
-) -> str:
-    """Try if samples interact where something is otherwise: "a buffer that is zero now", say.
-
-    Tried are buffers that are zero, moved; samples whose values are far apart; and several copies
-    of one sample, which go the same way and may be too many for it.
-
-    Args:
-        trial: of a copy of the model.
-        clone_or_model: runs the copies.
-        perturbation: its scale, in the copy.
-        seed: of it.
-
-    Returns:
-        What is otherwise where they do, "" where they do not. A model whose samples interact so is
-        not refused, but looked at in every batch.
-    """
-    moved = with_buffers_moved(trial.view, perturbation, seed, clone_or_model)
-    if moved is not None:
-        may_be_another_program = _found_beside_copies(replace(trial, subject=moved)) != "the same"
-        if may_be_another_program:
-            return "a buffer that is zero now"
-    for batch in trial.batch.otherwise(OTHER_VALUES[: trial.count]):
-        # Values for which the model fails say nothing: it may not be made for them.
-        surely_interact = _found_beside_copies(replace(trial, batch=batch)) == "something else"
-        if surely_interact:
-            return "samples that would interact with other values"
-    return ""
-
-
-def _found_beside_copies(trial: Trial) -> Literal["the same", "something else", "a failure"]:
-    """Return what samples give beside copies of themselves that they give together."""
-    try:
-        with trial.subject.precision(), torch.no_grad():
-            in_batch = trial.in_batch(trial.run(trial.all))
-            difference = in_batch.first_difference(trial.companies, trial.run)
-    except (FoldRefuted, *FAILURES):
-        return "a failure"
-    return "the same" if difference is None else "something else"
 
 
 # -- why outputs differ

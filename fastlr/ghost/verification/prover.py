@@ -50,7 +50,6 @@ from fastlr.ghost.verification.clone_or_model import CloneOrModel
 from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.copies import subjects
 from fastlr.ghost.verification.forward_checks import (
-    interaction_under_other_conditions,
     require_same,
     unused_parameters,
 )
@@ -92,26 +91,21 @@ class Prover:
     def prove(self, few: Batch, seed: int = 0) -> None:
         """Prove on the samples of ``few``, on the strictest of the model's copies that can run.
 
-        Then see if samples would interact otherwise. Raises what makes per-sample gradients
-        meaningless.
+        Raises what makes per-sample gradients meaningless.
         """
         clone_or_model = CloneOrModel(self.view, few.pick([0, 1]))
 
-        def prove_then_try_other_conditions(trial: Trial, perturbation: float) -> None:
+        def prove_on(trial: Trial) -> None:
             parameters = self.view.parameters.values()
             native = without_cudnn(self.view.device, parameters, compared=False)
             with trial.subject.precision(), native:
                 _prove_on(trial, self.ledger)
-                otherwise = interaction_under_other_conditions(
-                    trial, clone_or_model, perturbation, seed
-                )
-            self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
         for perturbation in PERTURBATIONS:
             for subject in subjects(self.view, perturbation, seed, clone_or_model):
                 trial = Trial(subject, few, self.folding)
-                work = partial(prove_then_try_other_conditions, trial, perturbation)
+                work = partial(prove_on, trial)
                 failure = self._failure_of(trial, partial(clone_or_model.carry_out, work))
                 if failure is None:
                     return
@@ -187,7 +181,7 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
     else:
         ledger.without_rows |= without_rows(graph)
         structure = Structure.of(graph)
-        found = _confirmed_layouts(graph, structure, z, v, trial.view.out_dim)
+        found = _layouts(graph, structure, z, v, trial.view.out_dim)
         _prove_rules(_Measured(graph, structure, z, v, found, trial.count), truth.norms, ledger)
     ledger.dtype, ledger.subject = graph.lowest_dtype(), trial.subject.name
 
@@ -312,7 +306,7 @@ def _enter_unused(view: ModelView, unused: frozenset[str], ledger: Ledger) -> No
     ledger.sets_without_effect.append(unused)
     for name in view.parameters:
         if name in unused:
-            proof = ParameterProof("zero", reason="not used by the output", is_settled=True)
+            proof = ParameterProof("zero", reason="not used by the output")
             ledger.parameters.setdefault(name, proof)
 
 
@@ -478,25 +472,15 @@ class _Measured:
         return Deviations.of(norms, truth, self.graph.lowest_dtype())
 
 
-def _confirmed_layouts(
+def _layouts(
     graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int
 ) -> dict[Place, list[Layout]]:
-    """Return the layouts of every output of a use.
-
-    What the graph tells and marks confirm, else what marks find.
-    """
-    of_graph = trace(graph, z, out_dim).known
+    """Return the layouts of every output of a use: by the graph, else those that marks find."""
+    known = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
-    told: dict[Place, list[Layout]] = {}
-    for place in places:
-        told[place] = [of_graph[place]] if place in of_graph else []
-    confirmed = explained(graph, structure, z, v, out_dim, told, of_graph)
-    count = z.shape[out_dim]
-    unclear = [place for place, layouts in confirmed.items() if not layouts]
-    if not unclear:
-        return confirmed
-    every = {place: every_layout(graph, place, count) for place in unclear}
-    return confirmed | explained(graph, structure, z, v, out_dim, every)
+    found: dict[Place, list[Layout]] = {p: [known[p]] for p in places if p in known}
+    every = {p: every_layout(graph, p, z.shape[out_dim]) for p in places if p not in known}
+    return found | explained(graph, structure, z, v, out_dim, every) if every else found
 
 
 def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) -> None:
@@ -522,10 +506,10 @@ def _prove_rules(measured: _Measured, truth: dict[str, Tensor], ledger: Ledger) 
     for name, deviation in off.largest.items():
         was_tested = bool((truth[name] > 0).any())
         known = ledger.parameters.get(name)
-        if known is not None and (known.route == "loop" or (known.is_settled and not was_tested)):
+        if known is not None and (known.route == "loop" or (known.was_tested and not was_tested)):
             continue  # it says more
         proof = _proof(measured, uses[name], routes)
-        proof.is_settled, proof.deviation = was_tested, deviation
+        proof.was_tested, proof.deviation = was_tested, deviation
         if name in by_loop:
             proof.route, proof.reason, proof.deviation = "loop", by_loop[name], 0.0
         ledger.parameters[name] = proof

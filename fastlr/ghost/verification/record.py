@@ -34,8 +34,7 @@ class ParameterProof:
     deviation: float = (
         0.0  # largest |fast - truth| over the samples, relative to the sample's total
     )
-    # Its gradient was nonzero, so that something was proven, or its route needs no such proof.
-    is_settled: bool = False
+    was_tested: bool = True  # False: its gradient was zero on the samples of the proof
     kinds: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     reason: str = ""
@@ -53,10 +52,7 @@ class Ledger:
     sets_without_effect: list[frozenset[str]] = field(default_factory=list)
     # Keys of what is computed of parameters and data.
     varying: set[tuple] = field(default_factory=set)
-    reason_to_look: str = ""  # why every batch must be looked at, whatever the graph tells
-    hooked: bool = (
-        False  # a hook moves gradients between rows, so that the graph does not tell whose they are
-    )
+    reason_to_look: str = ""  # why all batches are compared with parts of them
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     subject: str = ""
@@ -97,9 +93,7 @@ class Ledger:
 
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""
-        self.parameters |= {
-            name: ParameterProof("loop", is_settled=True, reason=reason) for name in names
-        }
+        self.parameters |= {name: ParameterProof("loop", reason=reason) for name in names}
 
     def send_to_loop(self, name: str, reason: str) -> None:
         """Measure a proven parameter by the loop from now on; the rest of its proof stays."""

@@ -15,7 +15,7 @@ from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.model_io import FAILURES, ModelView, select_output
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import measured_noise
-from fastlr.ghost.verification.company import InBatch, copies_of_each
+from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap
 
@@ -52,15 +52,6 @@ class Trial:
     def all(self) -> list[int]:
         """Numbers of all samples."""
         return list(range(self.count))
-
-    @property
-    def companies(self) -> list[list[int]]:
-        """Copies of one sample each: two, and of the last one twice the number of samples.
-
-        That may be too many for the model.
-        """
-        *others, last = self.all
-        return [*copies_of_each(others), [last] * 2 * self.count]
 
     @property
     def is_folded(self) -> bool:
