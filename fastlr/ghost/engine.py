@@ -452,7 +452,7 @@ class Engine:
         samples = self.audits.samples(chunk.count, check, at_least)
         if not samples:
             return []
-        with self.audits.timed() if check is None else nullcontext():
+        with nullcontext() if plan.is_new or check is not None else self.audits.timed():
             wrong: dict[str, str] = {}
             for sample in samples:
                 wrong |= self._audit_of_sample(chunk, plan, sample, one, norms)

@@ -15,6 +15,8 @@ from fuzz_models import Model, inputs_of, specs
 from hypothesis import HealthCheck, given, seed, settings
 
 import fastlr
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.verification.audit import Draw
 
 # Of the value and of its sample's total; float64, float32.
 TOLERANCES = {True: (1e-8, 1e-11), False: (5e-3, 5e-4)}
@@ -27,8 +29,12 @@ def dtype_afterwards():
     torch.set_default_dtype(torch.float32)
 
 
+# The audits of a measurement of one chunk.
+A_MEASUREMENT = Draw.of_chunk(first=True, last=True)
+
+
 def check_drawn(spec):
-    """Hold every call on the model of ``spec`` to the truth."""
+    """Compare every batch that the model of ``spec`` is measured on with the truth."""
     torch.set_default_dtype(torch.float64 if spec.double else torch.float32)
     torch.manual_seed(spec.seed)
     model = Model(spec)
@@ -41,7 +47,7 @@ def check_drawn(spec):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", fastlr.FastlrWarning)
-                got = fastlr.per_sample_grad_sq_norms(model, xs, v, per_parameter=True)
+                got = engine_for(model).run(xs, v, A_MEASUREMENT).per_parameter
         except fastlr.errors.ModelError as error:
             assert want.interact, (
                 f"refused, though samples do not interact: {type(error).__name__}: {error}; {what}"
