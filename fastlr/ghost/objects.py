@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
-PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 # Entries of every nn.Module.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 
