@@ -29,7 +29,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fastlr.ghost import backward, engine, program
+from fastlr.ghost import backward, engine
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.known import Key
 from fastlr.ghost.model_io import ModelView
@@ -140,13 +140,12 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (backward._NormsOfUses, "add_factors"),
         (backward._NormsOfUses, "add_waiting"),
     ],
-    "what the forward pass may branch on": [(program, "fingerprint")],
     "the graph walked and known again, or looked at": [
         (engine, "walk"),
         (Key, "of"),
         (engine, "plan_of"),
     ],
-    "audits": [(Engine, "_begin_audit"), (Engine, "_refuted_by")],
+    "audits": [(Engine, "_audit")],
     "all else": [(Engine, "run")],
 }
 
