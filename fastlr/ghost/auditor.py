@@ -1,8 +1,8 @@
-"""Audits of what is measured: a sample runs again, alone, by plain autograd.
+"""Audits: a sample of a measured batch runs again, alone, by plain autograd.
 
-In: a sample of a batch with its measured norms (`SampleAudit`). Out: whether its output and exact
-norms are those of the batch: the stage "Audited" of docs/trust.md. Hooks of parameters, which no
-rule takes, are tested here, too.
+In: a sample with its output and norms in the batch (`SampleAudit`). Out: whether they are those that
+it has alone ("In every measurement" in docs/trust.md). Hooks of parameters are tested here, too, as
+no rule takes them.
 """
 
 from __future__ import annotations

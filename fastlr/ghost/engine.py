@@ -275,22 +275,21 @@ class Engine:
             self.folding.blocks.fold_nothing(refuted.reason)
 
     def _distrust(self, failure: Disproved) -> None:
-        """Prove the model anew, as a sample refutes what was proven earlier.
+        """Have the model proven again, as a sample refutes what was proven earlier.
 
-        From now on every batch is looked at.
+        From now on every batch is audited.
         """
         self.audits.fail(failure)
         self.distrust()
         warn(
-            f"an audit found what was proven of the model no longer true ({failure}): something "
-            "that it depends on has changed unseen. It is proven anew for this batch; results "
-            "since the last audit that passed may be wrong"
+            f"an audit failed ({failure}): the model has changed since the last audit that passed, "
+            "and results since then may be wrong. It is proven again on this batch"
         )
 
     def distrust(self) -> None:
-        """Prove the model anew, as another process has found it changed.
+        """Have the model proven again, as an audit has found it changed.
 
-        From now on every batch is looked at.
+        From now on every batch is audited.
         """
         self.audits.failed = max(1, self.audits.failed)
         self.known.by_flags.drop(self._current.flags)

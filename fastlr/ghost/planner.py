@@ -1,8 +1,7 @@
-"""The plan of a batch: three of the four stages of docs/trust.md.
+"""Plans: what is checked of a batch before it is measured.
 
-What is new of its structure is `proven`; its outputs are `compared` with those of its parts; where
-its samples are is told by the graph or found (`locate_samples`). What was found is kept
-(fastlr.ghost.known).
+A new structure of the graph is `proven`. For a new shape, outputs are `compared` with those of parts
+of the batch, and `locate_samples` finds the rows of each sample. `fastlr.ghost.known` keeps both.
 """
 
 from __future__ import annotations
@@ -130,7 +129,8 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
 def proven(chunk: Chunk) -> KnownStructure:
     """Return what is known of this structure of the graph; what is not proven yet is proven.
 
-    That is the stage "Proven" of docs/trust.md. The sides of the chunk's graph are decided then.
+    See "Once per structure of the graph" in docs/trust.md. The sides of the chunk's graph are
+    decided then.
     """
     graph = chunk.graph
     known = chunk.flags.structures.get(chunk.key.structure)
@@ -154,7 +154,7 @@ def _fits(chunk: Chunk, known: KnownStructure) -> bool:
 def _prove_structure(chunk: Chunk) -> list[str]:
     """Prove what is not proven of a new structure.
 
-    It is proven anew, but one that the data may have chosen goes by the proofs of its parts.
+    One that the data may have chosen goes by the proofs of its parts.
 
     Returns:
         The parameters of which no proof has met some use. They go to the loop.
@@ -245,8 +245,8 @@ def batch_of(chunk: Chunk) -> Batch:
 def compared(chunk: Chunk) -> Batch:
     """Require that samples do not depend on their company, and find which inputs carry them.
 
-    With the batch's samples in other company all outputs must be what they are in the batch: the
-    stage "Compared" of docs/trust.md.
+    In other company, each sample must give the output that it gives in the batch. See "Once per
+    structure and shape" in docs/trust.md.
 
     Raises:
         InteractionError: the outputs depend on the company.
@@ -478,7 +478,7 @@ def interaction(chunk: Chunk) -> InteractionError:
 def locate_samples(chunk: Chunk, known: KnownStructure) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
-    The stage "Known from the graph" of docs/trust.md. Parameters where no axis explains the
+    See "Known from the graph" in docs/trust.md. Parameters where no axis explains the
     gradients go to the loop.
 
     Args:
@@ -499,7 +499,7 @@ def locate_samples(chunk: Chunk, known: KnownStructure) -> ShapePlan:
     reason = _reason_to_look(chunk, uses, why_searched)
     if reason:
         kind = reason.removesuffix("Backward0")
-        chunk.ledger.note(f"rows are found and outputs compared anew in every batch: {kind}")
+        chunk.ledger.note(f"rows are found and outputs compared in every batch: {kind}")
     return ShapePlan(_likeliest(options) | _likeliest(found), reason)
 
 
@@ -526,7 +526,7 @@ def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[
 
 
 def _reason_to_look(chunk: Chunk, uses: Structure, lost_at: str) -> str:
-    """Return why the rows of every batch are to be found anew; "" where they need not be.
+    """Return why the rows are to be found in every batch; "" where they need not be.
 
     Args:
         chunk: the batch.

@@ -133,7 +133,7 @@ def test_a_failed_audit_measures_all_chunks_again(monkeypatch):
         return {name: 2 * norm for name, norm in norms.items()} if calls == 5 else norms
 
     monkeypatch.setattr("fastlr.ghost.norms.sq_norms", wrong)
-    with warned("proven anew"):
+    with warned("proven again"):
         again = measured(model, x)
     assert_close(again.per_sample, want, rtol=1e-12, atol=0)
     assert engine_for(model).audits.failed == 1
