@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,22 +116,16 @@ def _capture_with_own_generator(graph: Any) -> None:
 NUMBERS = frozenset((bool, int, float, str))  # attributes that a capture may have read as constants
 
 
-class ReliedOn(NamedTuple):
-    """Properties of a model that a captured graph relies on.
+def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
+    """Return what a graph relies on that reads a model and other tensors.
 
-    Attributes:
-        places: Addresses of tensors (see `places`): their values may change.
-        modules: Numbers and texts among each module's attributes, code of its hooks, and its id.
+    These are the addresses and dtypes of tensors, and which are trained (their values may change);
+    numbers and texts among the attributes of each module, the code of its hooks, and its id.
     """
-
-    places: tuple
-    modules: tuple
-
-
-def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> ReliedOn:
-    """Return what a graph relies on that reads a model and other tensors."""
     put_back(model)
-    return ReliedOn(places(model, others), tuple(map(_constants, attributes_of(model))))
+    tensors = *model.parameters(), *model.buffers()
+    own = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
+    return own, tuple(map(address, others)), tuple(map(_constants, attributes_of(model)))
 
 
 def _constants(one: Attributes) -> tuple:
@@ -152,16 +146,6 @@ def _constants(one: Attributes) -> tuple:
             entries = value.items() if kind is dict else enumerate(value)
             found += [(name, key, entry) for key, entry in entries if type(entry) in NUMBERS]
     return tuple(found)
-
-
-def places(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
-    """Return where a model's parameters and buffers are, what they hold and which are trained.
-
-    And where other tensors are.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    of_model = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
-    return of_model, tuple(map(address, others))
 
 
 class ShapeChanged(Exception):

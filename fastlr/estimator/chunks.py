@@ -57,7 +57,6 @@ class Chunks:
 
     def begin(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
-        self.replays.begin()
         if self.passes.dtype != self._dtype:
             self._most, self._dtype = None, self.passes.dtype
 

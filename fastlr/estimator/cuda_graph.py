@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import first_line
-from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, relied_on
+from fastlr.estimator.capture import Captured, Recorder, ShapeChanged, relied_on
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.auditor import SampleAudit
 from fastlr.ghost.backward import Rerouted
@@ -47,7 +47,7 @@ class Replay:
         relied_on: of the model as it is.
     """
 
-    def __init__(self, passes: Passes, plan: Plan, recorder: Recorder, relied_on: ReliedOn) -> None:
+    def __init__(self, passes: Passes, plan: Plan, recorder: Recorder, relied_on: tuple) -> None:
         self.passes, self.view, self.engine = passes, passes.view, passes.engine
         self.plan, self.size = plan, plan.count
         self.recorder, self.relied_on = recorder, relied_on
@@ -74,7 +74,7 @@ class Replay:
         self.table, self.output, self.x, self.bad = self.captured.result
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
         self.seen_bad = torch.zeros(1, dtype=torch.bool, device=device)
-        self.compared = False  # with the model, in the measurement under way
+        self.compared = False  # with the model, in the run under way
 
     def current(self) -> bool:
         """Return True if the model is what it was when it was captured (see `relied_on`)."""
@@ -121,7 +121,7 @@ class Replays:
 
     Attributes:
         held: the captured chunks by their size.
-        audits: Audits of the measurement under way, to be run after all replays.
+        audits: Audits of the run under way, to be run after all replays.
         note: why graphs were dropped; None if they were not.
         failures: captures that failed and replays that did not hold; after two there are no more.
     """
@@ -130,15 +130,14 @@ class Replays:
         self.passes, self.engine, self.recorder = passes, passes.engine, recorder
         self.held: dict[int, Replay] = {}
         # by size, with what a graph relies on
-        self.planned: dict[int, tuple[Plan, ReliedOn]] = {}
-        self.bad: list[Tensor] = []  # flags of the graphs used in the measurement under way
+        self.planned: dict[int, tuple[Plan, tuple]] = {}
+        self.bad: list[Tensor] = []  # flags of the graphs used in the run under way
         self.audits: list[SampleAudit] = []
         self.failures = 0
         self.note: str | None = None
-        self.paused = False
 
     def begin(self) -> None:
-        """Begin a measurement."""
+        """Begin a run over the inputs."""
         self.bad.clear()
         self.audits.clear()
         for replay in self.held.values():
@@ -159,7 +158,7 @@ class Replays:
 
         Once an audit has failed, every batch is looked at and audited.
         """
-        return self.recorder is not None and not (self.paused or self.engine.audits.failed)
+        return self.recorder is not None and not self.engine.audits.failed
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it.
@@ -249,15 +248,6 @@ class Replays:
         view = self.passes.view
         with self.passes.autocast(), without_cudnn(view.device, view.parameters.values()):
             yield
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Run every chunk as it is."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
 
     def drop(self, reason: str) -> None:
         """Release the graphs, and say why."""

@@ -228,6 +228,7 @@ class LocalRedundancy:
         done, reached = 0, False
         chunks.ahead.told = progress is not False
         with reporter(progress, total) as report, late_line(PROVING, first) as line:
+            chunks.replays.begin()
             chunks.size = chunks.first_size(members)
             stopping = Stopping(
                 options.target_rel_stderr,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -31,6 +30,7 @@ from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.writes import passes_write, written_parameters
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -47,7 +47,7 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
-_checked = weakly_by_module()  # model -> engines and keys with which its loss was checked
+_checked = weakly_by_module()  # model -> engines and keys of losses that were checked
 
 
 @locks_model
@@ -82,8 +82,9 @@ def redundancy_loss(
     derivative.
 
     Args:
-        model: any module whose samples do not interact in eval mode. This is checked when dtypes or
-            the shapes of x are new, and again as often as costs at most 3 % of the time.
+        model: any module whose samples do not interact in eval mode. In every call, a random sample
+            must give its output alone. Gradients are checked when dtypes or the shapes of x are
+            new.
         x: inputs of B samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
         predictive: Categorical, Bernoulli or Gaussian; default as for `estimate`.
         probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2),
@@ -131,10 +132,11 @@ def redundancy_loss(
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     parameters = list(view.parameters.values())
-    begun = time.perf_counter()
     with as_it_was(view.module, view.device), uncompiled():
         engine, key = engine_of(view), _key(view, x)
-        is_new = _refuse_interaction(engine, x, key)
+        is_new = (engine, key) not in _checked.setdefault(view.module, set())
+        if is_new:
+            refuse_mixed_gradients(engine, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
             if passes_write():
@@ -142,6 +144,7 @@ def redundancy_loss(
             else:  # buffers may change before the loss is differentiated
                 own = dict(view.module.named_buffers()) | _copies_of_written(view)
                 z = select_output(call_with(view.module, own, copied(x)), output)
+        _refuse_another_output(engine, x, z)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):
@@ -161,7 +164,6 @@ def redundancy_loss(
             if is_new:
                 _differentiate_once_more(values, parameters)
                 _checked[view.module].add((engine, key))
-    engine.audits.measured(time.perf_counter() - begun)
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
@@ -194,23 +196,13 @@ def _key(view: ModelView, x: Any) -> tuple:
     return shapes, autocast_dtype(view.device), dtypes
 
 
-def _refuse_interaction(engine: Engine, x: Any, key: tuple) -> bool:
-    """Have the engine measure the batch and audit a sample, where the key is new or time allows it.
-
-    The model is in eval mode already.
-
-    Returns:
-        True if the key is new.
-
-    Raises:
-        ModelError: Its samples interact, in the forward pass or in the backward pass, or what else
-            makes the gradients of samples meaningless, by name.
-    """
-    is_new = (engine, key) not in _checked.setdefault(engine.model, set())
-    if is_new or engine.audits.due():
-        with nullcontext() if is_new else engine.audits.timed():
-            refuse_mixed_gradients(engine, x)
-    return is_new
+def _refuse_another_output(engine: Engine, x: Any, z: Tensor) -> None:
+    """Refuse interaction if a random sample gives another output beside a copy of itself."""
+    view = engine.view
+    pair = engine.audits.samples(len(z), check=True) * 2
+    row = view.outputs(view.batch(x, len(z)).pick(pair))
+    if not in_batch_of(view, view.batch(x, len(z)), z).holds(pair, row):
+        refuse_mixed_gradients(engine, x)
 
 
 def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -102,7 +102,8 @@ def holds_on_all(
     # a kernel that one rank does not trust, none does
     ops.switch_off([kernel for kernels in off for kernel in kernels])
     if not all(clean) or any(kernels != off[0] for kernels in off):
-        replays.drop(replays.note or "ranks differed in the kernels that they trust")
+        replays.release()
+        replays.note = replays.note or "CUDA graph dropped: ranks differ in kernels or audits"
         replays.failures += all(clean)
     return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import attrgetter, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,14 +26,15 @@ from fastlr.ops.recent import Recent
 
 # A new function as ``output`` at every call must not pile up plans.
 _OPTIONS = 8
+_BY_TEXT = PLAIN | {slice, torch.dtype, torch.device, itemgetter, attrgetter}
 _ENGINES = weakly_by_module()  # model -> options -> engine
 
 
 def engine_of(view: ModelView) -> Engine:
     """Return the engine of a model and its options: made once, dropped with the model.
 
-    A function as ``output`` is known by its code, if it holds plain values only: one that is
-    defined again in a later call finds the same engine.
+    A function as ``output`` is known by its code and what it holds: one that is defined again in a
+    later call finds the same engine.
     """
     engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(_OPTIONS))
     key = (_output_key(view.output), view.in_dim, view.out_dim)
@@ -41,19 +44,30 @@ def engine_of(view: ModelView) -> Engine:
     return engine
 
 
-def _output_key(output: OutputSelector) -> Any:
+def _output_key(output: Any) -> Any:
+    """Return the key of ``output``: of a function its code and what it holds."""
     if isinstance(output, MethodType):
         return number(output.__self__), _output_key(output.__func__)
+    if isinstance(output, partial):
+        return _output_key(output.func), _key(output.args), _key((*output.keywords.items(),))
     if not isinstance(output, FunctionType):
-        return number(output) if callable(output) else output
+        return _key(output)
     try:
-        values = [cell.cell_contents for cell in output.__closure__ or ()]
+        cells = [cell.cell_contents for cell in output.__closure__ or ()]
     except ValueError:  # one is empty yet
         return number(output)
-    values += [*(output.__defaults__ or ()), *(output.__kwdefaults__ or {}).values()]
-    if not all(type(value) in PLAIN for value in values):
-        return number(output)
-    return output.__code__, id(output.__globals__), repr(values)
+    held = *cells, output.__defaults__, *(output.__kwdefaults__ or {}).items()
+    return output.__code__, id(output.__globals__), _key(held)
+
+
+def _key(value: Any) -> Any:
+    """Return the text of a plain value, the keys in a tuple, or the number of an object.
+
+    An engine keeps its function, so that no other object gets the number of one that it holds.
+    """
+    if type(value) is tuple:
+        return tuple(map(_key, value))
+    return repr(value) if type(value) in _BY_TEXT else number(value)
 
 
 def engine_for(

@@ -1,8 +1,8 @@
 """Audits: a sample of a measured batch runs again, alone, by plain autograd.
 
-In: a sample with its output and norms in the batch (`SampleAudit`). Out: whether they are those that
-it has alone ("In every measurement" in docs/trust.md). Hooks of parameters are tested here, too, as
-no rule takes them.
+In: a sample with its output and norms in the batch (`SampleAudit`). Out: whether they are those
+that it has alone ("In every measurement" in docs/trust.md). Hooks of parameters are tested here,
+too, as no rule takes them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class SampleAudit:
         whole: Callable[[], Batch],
         forward: Callable[[], Tensor],
     ) -> None:
-        self.view, self.ledger, self.sample = view, ledger, sample
-        self.whole, self.forward = whole, forward
+        self.view, self.sample, self.whole, self.forward = view, sample, whole, forward
         self.batch = batch.part(range(sample, sample + 1))
         narrow = torch.float16 in (ledger.dtype, z.dtype, autocast_dtype(z.device))
         self.own_v, factor = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)

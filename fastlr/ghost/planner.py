@@ -1,7 +1,8 @@
 """Plans: what is checked of a batch before it is measured.
 
-A new structure of the graph is `proven`. For a new shape, outputs are `compared` with those of parts
-of the batch, and `locate_samples` finds the rows of each sample. `fastlr.ghost.known` keeps both.
+A new structure of the graph is `proven`. For a new shape, outputs are `compared` with those of
+parts of the batch, and `locate_samples` finds the rows of each sample. `fastlr.ghost.known` keeps
+both.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,9 +158,9 @@ class Meter:
             module = unwrap(model())
             with locked(module):
                 estimator = self._estimator_of(module, precision)
-                # Before the first step nobody knows what memory the training takes at its peak.
-                with nullcontext() if step else estimator.chunks.replays.pause():
-                    estimate = estimator.measure()
+                estimate = estimator.measure()
+                if not step:  # nobody knows yet what memory the training takes at its peak
+                    estimator.release()
                 self.batch_size = estimate.batch_size
                 values = self._measures(module, estimator.passes) if self.measures else {}
                 reading = Reading(step, epoch, estimate, values, time.perf_counter() - began)

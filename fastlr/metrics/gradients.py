@@ -359,7 +359,7 @@ def _chunks(
     With them go whether it is all of them, and which samples of it are audited.
     """
     if batch_size is None:
-        yield x, y, True, Draw.of_chunk(first=True, last=True)
+        yield x, y, True, Draw(1, last=True)
         return
     size = checked_count("batch_size", batch_size)
     total = _labelled(y)
@@ -380,7 +380,7 @@ def _chunks(
                 return t[start:stop]
             return t
 
-        draw = Draw.of_chunk(first=part == 0, last=part == parts - 1)
+        draw = Draw(int(part == 0), last=part == parts - 1)
         yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1, draw
 
 

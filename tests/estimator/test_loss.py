@@ -238,6 +238,20 @@ def test_what_is_refused(double):
         fastlr.redundancy_loss(model, torch.randn(3, 5))
 
 
+def test_an_interaction_that_begins_later_is_refused_at_once():
+    model = Written(
+        lambda m, x: m.head(m.first(x).tanh() - m.share * m.first(x).detach().mean(0)),
+        first=nn.Linear(4, 5),
+        head=nn.Linear(5, 3),
+    )
+    x, model.share = torch.randn(6, 4), 0.0
+    for seed in range(5):
+        fastlr.redundancy_loss(model, x, seed=seed)
+    model.share = 1.0
+    with warned("audit"), raises(InteractionError):
+        fastlr.redundancy_loss(model, x, seed=5)
+
+
 def test_samples_whose_gradients_mix_in_the_backward_pass_are_refused(double):
     """Value and slope are those of the batch's graph, where the counts are the batch's."""
     model = Written(

@@ -6,6 +6,7 @@ run on real graphs too.
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -276,6 +277,32 @@ def test_after_a_capture_that_failed_all_is_as_before():
     recorder.replay()
     torch.cuda.synchronize()
     assert result.tolist() == [8.0] * 3
+
+
+class ScaledByConfig(nn.Module):
+    """Reads a number of an object that it holds, which a graph keeps as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3 * 16 * 16, 8), nn.Linear(8, 3)
+        self.config = SimpleNamespace(scale=1.0)
+
+    def forward(self, x):
+        return self.head(self.layer(x.flatten(1)).tanh() * self.config.scale)
+
+
+def test_a_change_that_only_audits_see_is_measured_again_once(recwarn):
+    torch.manual_seed(0)
+    model = ScaledByConfig()
+    graphs = estimator(model)
+    graphs.chunks.replays.recorder = Tape
+    graphs.measure()
+    model.config.scale = 1.5
+    result = graphs.measure()
+    agree(result, estimator(model, graphs=False).measure())
+    assert result.audits == 5
+    assert graphs.chunks.replays.failures == 1
+    assert not recwarn.list
 
 
 def test_hidden_state_is_seen_in_the_output(device, monkeypatch):
@@ -578,13 +605,13 @@ def test_released_graphs_are_captured_anew():
     assert graphs.chunks.replays.held and not graphs.chunks.replays.note
 
 
-def test_a_monitor_captures_none_before_the_first_step():
+def test_a_monitor_holds_no_graph_before_the_first_step():
     model = captured_net("cpu")
     monitor = Monitor(model, fastlr.ShapeImages((3, 16, 16)), n=40, every_n_steps=1, batch_size=8)
     monitor.meter._estimator_of(model, None).chunks.replays.recorder = Again
     first = monitor.measure()
     replays = monitor.meter._estimator.chunks.replays
-    assert not replays.held and not replays.planned
+    assert not replays.held
     second = monitor.step()
     assert replays.held
     agree(second.estimate, first.estimate)

@@ -5,7 +5,9 @@ An error names the thing, the reason and the remedy.
 
 import dataclasses
 import gc
+import operator
 import os
+from functools import partial
 
 import torch
 from exact import seeded
@@ -680,3 +682,44 @@ def test_parameters_without_elements():
     v = torch.randn(4, 5, dtype=torch.float64)
     got = fastlr.per_sample_grad_sq_norms(model, x, v)
     assert_close(got, truth(model, (x,), v))
+
+
+class Outputs:
+    """Functions that pick an output, made at every call."""
+
+    key = "logits"
+
+    def method(self):
+        return self.pick
+
+    def pick(self, result):
+        return result[self.key]
+
+    def of_self(self):
+        return lambda result: result[self.key]
+
+    def of_a_text(self, key="logits"):
+        return lambda result: result[key]
+
+    def of_a_slice(self, part=(slice(None), slice(0, 2))):
+        return lambda result: result["logits"][part]
+
+    def part_of_function(self):
+        return partial(operator.getitem)
+
+    def default(self):
+        return lambda result, *, key="logits": result[key]
+
+
+@mark.parametrize("name", [name for name in vars(Outputs) if name[0] != "_" and name != "key"])
+def test_a_function_that_picks_the_output_finds_its_engine_again(name):
+    model, outputs = nn.Linear(3, 2), Outputs()
+    make = getattr(outputs, name) if name != "pick" else lambda: outputs.pick
+    engines = {id(engine_for(model, make())) for _ in range(3)}
+    assert len(engines) == 1
+
+
+def test_functions_that_hold_other_values_have_engines_of_their_own():
+    model, outputs = nn.Linear(3, 2), Outputs()
+    first, second = (engine_for(model, outputs.of_a_text(key)) for key in ("logits", "loss"))
+    assert first is not second

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, first_line, warn
-from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, ReliedOn, relied_on
+from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, relied_on
 from fastlr.experiments.runs.folder import random_states, set_random_states
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import compile_errors
@@ -87,7 +87,7 @@ class TrainingSteps:
         self._pool = torch.cuda.graph_pool_handle() if graph and device.type == "cuda" else None
         self._captures = Recent[tuple, Captured](HELD)
         self._launched: set[tuple] = set()
-        self._relied_on: ReliedOn | None = None
+        self._relied_on: tuple | None = None
 
     def __call__(self, *inputs: Tensor | int) -> Any:
         """Do a step; the result is valid until the next one."""

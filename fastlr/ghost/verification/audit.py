@@ -65,7 +65,8 @@ class Audits:
         if isinstance(check, Draw):
             random, last = check
         else:
-            random, last = int(self.due() if check is None else check), False
+            keeps_within_share = self._spent + self._last <= SHARE * self._measured
+            random, last = int(keeps_within_share if check is None else check), False
         random = max(random, at_least, int(self.failed > 0))
         if not (random or last):
             return []
@@ -77,10 +78,6 @@ class Audits:
         self._again = None
         chosen += Random(self._drawn).sample(range(count), most)
         return list(dict.fromkeys(chosen))[:most]
-
-    def due(self) -> bool:
-        """Return True if another audit keeps within its share of the time of raw calls."""
-        return self._spent + self._last <= SHARE * self._measured
 
     def fail(self, failure: Disproved) -> None:
         """Count a failure; its sample is audited again next."""
