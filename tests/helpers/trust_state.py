@@ -1,4 +1,4 @@
-"""Models whose program changes where a fingerprint may not look, or that write to themselves."""
+"""Models that change between two calls, or that write to themselves."""
 
 import dataclasses
 import enum
