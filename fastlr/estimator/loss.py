@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from fastlr.errors import FastlrError, InputError, ModelError, first_line, warn
+from fastlr.errors import FastlrError, InputError, InteractionError, ModelError, first_line, warn
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
@@ -20,12 +20,7 @@ from fastlr.ghost.auditor import require_hooks_to_add
 from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.graph import autocast_dtype, dense, walk
-from fastlr.ghost.model_io import (
-    ModelView,
-    OutputSelector,
-    call_with,
-    select_output,
-)
+from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, call_with, select_output
 from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
@@ -47,7 +42,7 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused WeightNormInterface".split()
 
-_checked = weakly_by_module()  # model -> engines and keys of losses that were checked
+_checked = weakly_by_module()  # model -> engine, key of a checked loss -> inputs with samples
 
 
 @locks_model
@@ -134,8 +129,8 @@ def redundancy_loss(
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device), uncompiled():
         engine, key = engine_of(view), _key(view, x)
-        is_new = (engine, key) not in _checked.setdefault(view.module, set())
-        if is_new:
+        carriers = _checked.setdefault(view.module, {}).get((engine, key))
+        if carriers is None:
             refuse_mixed_gradients(engine, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
@@ -144,7 +139,8 @@ def redundancy_loss(
             else:  # buffers may change before the loss is differentiated
                 own = dict(view.module.named_buffers()) | _copies_of_written(view)
                 z = select_output(call_with(view.module, own, copied(x)), output)
-        _refuse_another_output(engine, x, z)
+        if carriers is not None:
+            _refuse_another_output(engine, x, z, carriers)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
         if ends_in_sigmoid(z):
@@ -161,9 +157,9 @@ def redundancy_loss(
         with _second_derivatives_named():
             norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
             values = torch.stack(norms).sum(0)
-            if is_new:
+            if carriers is None:
                 _differentiate_once_more(values, parameters)
-                _checked[view.module].add((engine, key))
+                _checked[view.module][engine, key] = engine.inputs_with_samples(x)[1]
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
@@ -196,13 +192,20 @@ def _key(view: ModelView, x: Any) -> tuple:
     return shapes, autocast_dtype(view.device), dtypes
 
 
-def _refuse_another_output(engine: Engine, x: Any, z: Tensor) -> None:
-    """Refuse interaction if a random sample gives another output beside a copy of itself."""
+def _refuse_another_output(engine: Engine, x: Any, z: Tensor, carriers: list[int]) -> None:
+    """Refuse interaction if a random sample gives another output beside a copy of itself.
+
+    A model that does not take two samples is checked by the engine.
+    """
     view = engine.view
-    pair = engine.audits.samples(len(z), check=True) * 2
-    row = view.outputs(view.batch(x, len(z)).pick(pair))
-    if not in_batch_of(view, view.batch(x, len(z)), z).holds(pair, row):
-        refuse_mixed_gradients(engine, x)
+    batch, pair = view.batch(x, len(z), carriers), engine.audits.samples(len(z), check=True) * 2
+    try:
+        row = view.outputs(batch.pick(pair))
+    except FAILURES:
+        return refuse_mixed_gradients(engine, x)
+    if not in_batch_of(view, batch, z).holds(pair, row):
+        refuse_mixed_gradients(engine, x)  # names what is to blame, if its own sample shows it
+        raise InteractionError(f"sample {pair[0]} gives another output alone than in its batch")
 
 
 def _differentiate_once_more(values: Tensor, parameters: Sequence[Tensor]) -> None:

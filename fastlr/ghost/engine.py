@@ -310,10 +310,10 @@ class Engine:
         chunk = self._chunk_of(x)
         several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
         first = next(several)
-        plan = plan_of(chunk, look=self.audits.failed > 0)
-        other_passes_have_run = plan.is_new or bool(plan.shapes.reason_to_look)
-        if other_passes_have_run and passes_write():
-            self._forward_again(chunk, plan)
+        look = self.audits.failed > 0
+        plan = plan_of(chunk, look=look)
+        if passes_write() and (look or plan.is_new or plan.shapes.reason_to_look):
+            self._forward_again(chunk, plan)  # other passes have run since
         norms = self._norms(chunk, plan, first)
         table = norms * first.unscaling
         for one in several:
