@@ -39,7 +39,6 @@ from fastlr.ghost.runtime import (
     same_device,
     versions,
 )
-from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
 
@@ -136,7 +135,6 @@ class LocalRedundancy:
         """
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
-        refuse_surroundings(self.model.parameters())
         with (
             locked(self.model),
             full_params(self.model) as members,
@@ -221,7 +219,7 @@ class LocalRedundancy:
         """Run over the inputs."""
         options, chunks, total = self.options, self.chunks, self.options.total
         progress = self.progress if members.rank == 0 else False
-        first = progress is not False and not self.engine.known.proofs
+        first = progress is not False and not self.engine.known.checks
         kept: list[Tensor] = []
         sums: Tensor | None = None
         routes: dict[str, str] = {}

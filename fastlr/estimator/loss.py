@@ -25,7 +25,7 @@ from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
-from fastlr.ghost.verification.company import in_batch_of
+from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.writes import passes_write, written_parameters
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -203,7 +203,7 @@ def _refuse_another_output(engine: Engine, x: Any, z: Tensor, carriers: list[int
         row = view.outputs(batch.pick(pair))
     except FAILURES:
         return refuse_mixed_gradients(engine, x)
-    if not in_batch_of(view, batch, z).holds(pair, row):
+    if not InBatch(view, batch, z).holds(pair, row):
         refuse_mixed_gradients(engine, x)  # names what is to blame, if its own sample shows it
         raise InteractionError(f"sample {pair[0]} gives another output alone than in its batch")
 

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import InputError, InteractionError
 from fastlr.ghost.batch import copied
+from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.norms import norm_tolerance
 from fastlr.ghost.objects import PLAIN, number, weakly_by_module
+from fastlr.ghost.planner import COUNTED
 from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
 from fastlr.ghost.verification.agreement import norms_agree
-from fastlr.ghost.verification.prover import COUNTED, generic_cotangent
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.recent import Recent
 
@@ -134,8 +135,8 @@ def per_sample_grad_sq_norms(
     With v_b the gradient of a loss at the output, this is the squared norm of that loss's
     per-sample gradient. The gradients themselves are not formed: a walk over the autograd graph
     finds every use of every parameter, and one backward pass turns what arrives there into norms.
-    The first call on a model proves the rules on three samples in float64. The model is taken as it
-    is (call ``model.eval()`` yourself) and left as it was.
+    Three samples of a new structure or shape are compared with plain autograd. The model is taken
+    as it is (call ``model.eval()`` yourself) and left as it was.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through. One under
@@ -198,8 +199,8 @@ def support_report(
     """
     with full_params(model):
         engine = engine_for(model, output, in_dim, out_dim)
-        ledger = engine.prove(x)
+        ledger, copy = engine.report(x)
         x = engine.view.inputs(x)
         shared = shared_inputs(x, *engine.inputs_with_samples(x), in_dim)
         notes = notes_of_shared(shared)
-    return SupportReport.of(list(engine.parameters), ledger, engine.folding, notes)
+    return SupportReport.of(list(engine.parameters), ledger, copy, engine.folding, notes)

@@ -8,7 +8,8 @@ too, as no rule takes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +22,13 @@ from fastlr.ghost.graph import autocast_dtype, exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
 from fastlr.ghost.planner import Chunk, batch_of
-from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import norms_close, outputs_differ, unexplained
-from fastlr.ghost.verification.clone_or_model import CloneOrModel
-from fastlr.ghost.verification.company import in_batch_of
-from fastlr.ghost.verification.copies import Subject
-from fastlr.ghost.verification.prover import require_scaling, scales_of
+from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.record import Ledger
 
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
+SCALE, SMALL_SCALE = 20, 3  # exponents of two: so much larger cotangents; in dtypes of small range
+LARGEST_OF_NARROW_DTYPES = 2.0**20
 
 
 class SampleAudit:
@@ -39,7 +38,7 @@ class SampleAudit:
 
     Args:
         view: Model.
-        ledger: Proofs of the model.
+        ledger: Routes of the parameters.
         batch: Inputs of the measured batch.
         sample: Number of the sample.
         z: Output of the batch, without its graph.
@@ -101,7 +100,7 @@ class SampleAudit:
         """
         batch, shape = self.whole(), list(self.own_row.shape)
         shape[self.view.out_dim] = batch.count
-        own = in_batch_of(self.view, batch, self.own_row.expand(shape))
+        own = InBatch(self.view, batch, self.own_row.expand(shape))
         return own.holds([self.sample], self.row)
 
     def refuted(self) -> dict[str, float]:
@@ -111,14 +110,10 @@ class SampleAudit:
         """
         names = list(self.view.parameters)
         wrong = self._wrong(self.norms, self.exact)
-        off = (self.norms - self.exact).abs()
-        if wrong.any():
-            rounding = self._rounding()
-            wrong &= (off > 8 * rounding) | rounding.isnan()
         if wrong.any() and self.own_v.dtype != torch.float64:
             within, loose = self._within(), max(0.01, 2 * self.tolerance)
             wrong &= self._wrong(self.norms, within) | self._wrong(within, self.exact, loose)
-        share = off / self.exact.sum()
+        share = (self.norms - self.exact).abs() / self.exact.sum()
         return {names[k]: float(share[k]) for k in wrong.nonzero().flatten().tolist()}
 
     def _wrong(self, norms: Tensor, exact: Tensor, close: float | None = None) -> Tensor:
@@ -139,52 +134,62 @@ class SampleAudit:
         self.view.row(cotangent, self.sample).copy_(self.own_v)
         return torch.stack(exact_grads(z, self.view.parameters, cotangent))
 
-    def _rounding(self) -> Tensor:
-        """Return how far the exact squared norms [parameters] are off by rounding.
+    def deviations(self) -> dict[str, float]:
+        """Return errors of squared norms, in parts of the total, of parameters with a gradient."""
+        off = ((self.norms - self.exact).abs() / self.exact.sum()).tolist()
+        named = zip(self.view.parameters, off, self.exact.tolist(), strict=True)
+        return {name: deviation for name, deviation, exact in named if exact > 0}
 
-        It is found from float64, and is NaN where that does not tell.
+
+class Scale(NamedTuple):
+    """How gradients are tested for whether they scale as the cotangent does.
+
+    Attributes:
+        exponent: Power of two by which cotangents are scaled.
+        close: Difference of squared norms that is rounding, in parts of their sum.
+        tiny: Smallest number of full precision.
+    """
+
+    exponent: int
+    close: float
+    tiny: float
+
+    @staticmethod
+    def of(dtypes: Collection[torch.dtype]) -> Scale:
+        """Return the scale for a graph with these dtypes."""
+        tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)
+        if any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes):
+            return Scale(SMALL_SCALE, 0.05, tiny)
+        digits = min((dtype.itemsize for dtype in dtypes), default=8)
+        return Scale(SCALE, {8: 1e-6, 4: 1e-3}.get(digits, 0.05), tiny)
+
+    def require(self, norms: Tensor, scaled: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Require that squared norms [parameters] scale.
+
+        Args:
+            norms: Squared norms for a cotangent.
+            scaled: Squared norms for it times two to the power of ``exponent``.
+            parameters: The parameters.
         """
-        view, v = self.view, self.own_v
-        unknown = torch.full_like(self.exact, math.nan)
-        if v.dtype == torch.float64:
-            return unknown
-        clone_or_model = CloneOrModel(view, self.batch.pick([0, 0]))
-        clone_or_model.take_known_clone()
-        model = Subject.of(view, clone_or_model)
-        wide = model.state_in(torch.float64)
-        in_double = model.with_tensors(wide, torch.float64)
-        for n, p in view.parameters.items():
-            wide[n].requires_grad_()
-            for hook in (p._backward_hooks or {}).values():
-                wide[n].register_hook(hook)  # what they do to gradients is no rounding
-
-        def forward(samples: Sequence[int]) -> Tensor:
-            with torch.autocast(v.device.type, enabled=False), Unfused():
-                return in_double.output(self.batch.pick(samples))
-
-        samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
-        try:
-            beside = clone_or_model.carry_out(lambda: samples.run(0, [v.double()], [2]))
-        except FAILURES:
-            return unknown
-        truth = torch.stack(beside.norms[0])
-        # one without a gradient may be held outside the module, where the copy does not replace it
-        return torch.where(truth > 0, (self.exact - truth).abs(), unknown)
+        elements = torch.tensor([p.numel() for p in parameters], device=norms.device)
+        allowed = self.close * norms.sum() + elements * self.tiny**2
+        if not bool(((scaled * 4.0**-self.exponent - norms).abs() <= allowed).all()):
+            times = f"2^{self.exponent} times"
+            raise NonlinearBackwardError(
+                f"gradients do not scale as the output's do: {times} the one does not give {times} "
+                "the others. Something changes them on the way, such as a hook that clips them or "
+                "adds to them; remove it for the measurement"
+            )
 
 
 def require_hooks_of_sample_to_scale(chunk: Chunk, sample: int, v: Tensor) -> None:
-    """Require that a sample's gradients scale as its cotangent does, hooks of parameters included.
-
-    The proof requires it of a copy of the model, which has no such hooks.
-    """
+    """Require that a sample's gradients scale as its cotangent does, hooks included."""
     view, batch = chunk.view, batch_of(chunk)
-    exponents, close = scales_of(chunk.graph.float_dtypes())
-    own = view.row(v, sample)
-    cotangents = [own, *(own * 2.0**exponent for exponent in exponents)]
+    scale, own = Scale.of(chunk.graph.float_dtypes()), view.row(v, sample)
     samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
-    norms, *scaled = map(torch.stack, samples.run(sample, cotangents).norms)
-    at_scales = dict(zip(exponents, scaled, strict=True))
-    require_scaling(norms, at_scales, close)
+    beside = samples.run(sample, [own, own * 2.0**scale.exponent])
+    norms, scaled = map(torch.stack, beside.norms)
+    scale.require(norms, scaled, view.parameters.values())
 
 
 def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -257,11 +262,11 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
     """
     if not view.has_hooked_parameters:
         return
-    exponents, close = scales_of(walk(z, view.parameters).float_dtypes())
+    scale = Scale.of(walk(z, view.parameters).float_dtypes())
     to_unit_size = -max(math.frexp(float(v.abs().max()))[1], -1000)
 
     def norms(exponent: int) -> Tensor:
         scaled = (v * 2.0**to_unit_size).to(z.dtype) * 2.0**exponent
         return torch.stack(exact_grads(z, view.parameters, scaled, retain=True))
 
-    require_scaling(norms(0), {exponent: norms(exponent) for exponent in exponents}, close)
+    scale.require(norms(0), norms(scale.exponent), view.parameters.values())

@@ -42,7 +42,6 @@ from fastlr.ghost.factors import (
     join,
 )
 from fastlr.ghost.fallback import by_node
-from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, OF_COMPLEX, Graph, Place, Use, full_precision, position_map
@@ -58,7 +57,7 @@ _OWN = {*OURS, SCAN}
 _SECONDS_OF_A_FORMULA = 1.0
 SMALL = 1 << 16  # elements of a factor up to which a copy of it costs less than a call saves
 HELD = 1 << 20  # elements of factors that wait for others like them
-# What a rule may raise where it does not apply, in a proof.
+# What a rule may raise where it does not apply, by a new plan.
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
 Layouts = Mapping[Place, Layout]  # fitted to the shapes at hand
@@ -75,12 +74,16 @@ class Routes:
     """By which route each kind of use is measured: by its rule, or by its node's own formula.
 
     Args:
-        given_up: by a use's key, why its rule does not do it.
-        tolerant: whether any error of a rule gives it up (in a proof), not only `Unsupported`.
+        given_up: Reasons why rules do not do uses, by the uses' keys.
+        tolerant: Whether any error of a rule gives it up (by a new plan), not only `Unsupported`.
+
+    Attributes:
+        unfolded: Folded blocks without a rule, by names of their weights, with the reasons.
     """
 
     def __init__(self, given_up: Mapping[tuple, str], *, tolerant: bool = False) -> None:
         self.given_up, self.tolerant = dict(given_up), tolerant
+        self.unfolded: dict[tuple[str, ...], str] = {}
 
     def by_rule(self, use: Use) -> bool:
         """Return True if the rule of its node's kind measures a use."""
@@ -333,12 +336,16 @@ def sq_norms(
         factors = _by_rule(graph, site, uses, routes)
         if factors is not None:
             norms.add_factors(uses, factors)
+        elif graph.names[i] in OURS:  # its own formula knows no missing parameters
+            return
         elif keep:  # within a backward pass the engine would skip the weight gradients of the node
             by_formula.append((site, uses))
         else:
             raise Rerouted
 
     backward(graph, structure, z, v, visit, retain=keep)
+    if routes.unfolded:
+        refuse_blocks(routes.unfolded, next(iter(routes.unfolded.values())))
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
             _add_by_formula(norms, site, uses)
@@ -464,9 +471,9 @@ def _by_rule(
     except (Unsupported, *_OF_RULES) as error:
         if not routes.tolerant and not isinstance(error, Unsupported):
             raise
-        if graph.names[uses[0].node] == FOLDED and not routes.tolerant:
-            # The node's own formula, sample by sample, knows no missing parameters.
-            refuse_blocks([weight_of(graph, uses[0].node)], str(error))
+        if graph.names[uses[0].node] in OURS:
+            routes.unfolded.setdefault(weight_of(graph, uses[0].node), str(error))
+            return None
         for use in uses:
             routes.give_up(use, str(error))
         return None

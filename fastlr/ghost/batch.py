@@ -184,27 +184,13 @@ class Batch:
                     row.mul_(factor)
         return part
 
-    def distinct(self, need: int, generator: torch.Generator) -> Batch:
-        """Return a batch of at least ``need`` samples that differ.
-
-        Where there are too few, jittered copies are added.
-        """
-        picked = list(range(min(self.count, need)))
-        x = self.pick(picked)
-        leaves = tree_flatten(x)[0]
-        copies = need - len(picked)
-        same = len(picked) > 1 and all(
-            torch.equal(leaves[i].select(self.in_dim, 0), leaves[i].select(self.in_dim, k))
-            for i in self.batched
-            for k in range(1, len(picked))
-        )
-        if copies <= 0 and not same:
-            return Batch(x, need, self.in_dim, self.batched)
-        start = 1 if same else len(picked)
+    def jittered(self, need: int) -> Batch:
+        """Return the first sample with jittered copies, ``need`` samples in all."""
+        leaves = tree_flatten(self.pick([0]))[0]
+        generator = torch.Generator().manual_seed(5)
         for i in self.batched:
-            rows = [leaves[i].select(self.in_dim, min(k, len(picked) - 1)) for k in range(need)]
-            for k in range(start, need):
-                rows[k] = _jitter(rows[k], k, generator)
+            row = leaves[i].select(self.in_dim, 0)
+            rows = [row, *(_jitter(row, k, generator) for k in range(1, need))]
             leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
         return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -110,7 +109,6 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
 
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
-    refuse_unreadable(v, "the cotangent")
     if v.is_complex() or v.layout != torch.strided:
         kind = "complex" if v.is_complex() else "sparse"
         raise InputError(f"the cotangent is {kind}: give real numbers in a dense tensor")
@@ -158,3 +156,13 @@ def batch_sq_norms(
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v * 2.0**-exponent).to(output.dtype)
     return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)
+
+
+def generic_cotangent(z: Tensor) -> Tensor:
+    """Return a dense random cotangent for an output, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    v = torch.empty_like(z, memory_format=torch.contiguous_format)
+    for part in v if v.ndim > 1 else [v]:
+        # No float64 copy of the whole: it may be a language model's logits.
+        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    return v

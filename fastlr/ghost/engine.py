@@ -1,12 +1,12 @@
-"""The engine: plan once, prove once, then one forward and one backward pass a chunk."""
+"""The engine: a plan for each structure and shape, then one forward and backward pass a batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import (
+    HiddenParameterError,
     InputError,
+    InteractionError,
     ModelError,
     NonFiniteError,
+    NonlinearBackwardError,
     RandomForwardError,
     few,
     first_line,
@@ -38,10 +41,9 @@ from fastlr.ghost.batch import (
     shared_key,
     times_written,
 )
-from fastlr.ghost.cotangents import Cotangent, Pass, passes
-from fastlr.ghost.first_pass import registers_hooks
-from fastlr.ghost.fusion.conv_bn import FoldRefuted
-from fastlr.ghost.fusion.mode import Folding, unfolded
+from fastlr.ghost.cotangents import Cotangent, Pass, generic_cotangent, passes
+from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks
+from fastlr.ghost.fusion.mode import OURS, Folding, unfolded
 from fastlr.ghost.graph import Graph, autocast_dtype, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
@@ -56,23 +58,31 @@ from fastlr.ghost.planner import (
     batch_of,
     compared,
     interaction,
-    let_a_proof_name_the_culprit,
     plan_of,
+    spread,
 )
-from fastlr.ghost.process_state import quiet_rng
+from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.refusals import refusals
+from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ghost.state import emptied
+from fastlr.ghost.verification.agreement import has_few_digits
 from fastlr.ghost.verification.audit import SAMPLES, Audits, Check, Disproved, Draw
-from fastlr.ghost.verification.prover import generic_cotangent
+from fastlr.ghost.verification.deep_copy import all_zero, deep_copies, move
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.writes import passes_write, unchanged
 from fastlr.ops.compiled_parts import uncompiled
-from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
+from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import anything_compiled
 
 MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed
+_MEANINGLESS = (
+    InteractionError,
+    RandomForwardError,
+    HiddenParameterError,
+    NonlinearBackwardError,
+)
 
 
 @dataclass(eq=False)
@@ -102,23 +112,25 @@ class ChunkNorms:
 
 
 class Engine:
-    """Per-sample squared gradient norms of a model, planned and proven once.
+    """Per-sample squared gradient norms of a model, by plans that are kept.
 
     Args:
-        model: any nn.Module, taken as it is (train or eval), or a view of one that says where its
+        model: Any nn.Module, taken as it is (train or eval), or a view of one that says where its
             samples are.
+        is_copy: Whether it is a deep copy, made to check another model.
 
     Attributes:
-        view: the model.
-        known: what was proven and found of it.
-        audits: how many were right, how many were not, and when the next is due.
-        folding: what of the model runs otherwise than it says.
+        view: Model.
+        known: Plans, and what was found of the model.
+        audits: Counts of audits, and when the next is due.
+        folding: Parts of the model that run otherwise than it says.
 
     Raises:
         ModelError: no trainable parameters, or ones that cannot be measured.
     """
 
-    def __init__(self, model: nn.Module | ModelView) -> None:
+    def __init__(self, model: nn.Module | ModelView, *, is_copy: bool = False) -> None:
+        self.is_copy = is_copy
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
         self.known, self.audits, self.folding = Known(), Audits(), Folding()
         self._current = KnownFlags(())  # what is known with the flags of the last call
@@ -138,7 +150,7 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        """The proofs for the model as the last call found it."""
+        """Routes of the parameters for the model as the last call found it."""
         return self._current.ledger
 
     def _flags(self) -> tuple:
@@ -195,10 +207,30 @@ class Engine:
                 blocks.why_no_call_is_replaced = reason_before  # it was not the folding's fault
                 raise
 
-    def prove(self, x: Any) -> Ledger:
-        """Plan and prove for these inputs, with a random cotangent, and return what was found."""
+    def report(self, x: Any) -> tuple[Ledger, str]:
+        """Plan for these inputs, with a random cotangent, and check a few samples on a deep copy.
+
+        Returns:
+            (routes of the parameters, with the deviations of the copy if there is one; the copy).
+        """
         self.run(x, generic_cotangent)
-        return self.ledger
+        batch = self._batch_of_last_call(self.view.inputs(x))
+        some = batch.part(spread(batch.count)) if batch.count > 1 else batch.jittered(SAMPLES)
+        checked = self._checked_on_copy(some)
+        if checked is None:
+            return self.ledger, ""
+        entries = dict(checked.ledger.parameters)
+        for name, entry in self.ledger.parameters.items():
+            of_copy = entries.get(name, entry)
+            tested = entry.was_tested or of_copy.was_tested
+            entries[name] = replace(entry, was_tested=tested, deviation=of_copy.deviation)
+        dtype = str(next(iter(checked.parameters.values())).dtype).removeprefix("torch.")
+        return replace(self.ledger, parameters=entries), f"{dtype} copy"
+
+    def _batch_of_last_call(self, x: Any) -> Batch:
+        """Return the inputs of the last call, from which samples can be picked."""
+        count, carriers = self.inputs_with_samples(x)
+        return self.view.batch(x, count, carriers)
 
     def inputs_with_samples(self, x: Any) -> tuple[int, list[int]]:
         """Return the number of samples in the last call, and the places of inputs that carry them.
@@ -256,9 +288,13 @@ class Engine:
                 if refuted > MOST_REFUTED:
                     raise ModelError(
                         f"audits refute what was measured in each of {refuted} attempts, although "
-                        f"the model was proven before each ({failure})"
+                        f"the plan was made again before each ({failure})"
                     ) from failure
                 self._distrust(failure)
+            except Unsupported as error:  # not even a node's own formula applies
+                if self.ledger.loop.issuperset(self.parameters):
+                    raise
+                self.ledger.to_loop(self.parameters, str(error))
             except FoldRefuted as refuted:
                 self._fold_less(refuted)
             except CheckpointError as error:
@@ -275,7 +311,7 @@ class Engine:
             self.folding.blocks.fold_nothing(refuted.reason)
 
     def _distrust(self, failure: Disproved) -> None:
-        """Have the model proven again, as a sample refutes what was proven earlier.
+        """Have all plans made again, as a sample refutes an earlier one.
 
         From now on every batch is audited.
         """
@@ -283,11 +319,11 @@ class Engine:
         self.distrust()
         warn(
             f"an audit failed ({failure}): the model has changed since the last audit that passed, "
-            "and results since then may be wrong. It is proven again on this batch"
+            "and results since then may be wrong. It is checked again on this batch"
         )
 
     def distrust(self) -> None:
-        """Have the model proven again, as an audit has found it changed.
+        """Have all plans made again, as an audit has found the model changed.
 
         From now on every batch is audited.
         """
@@ -320,7 +356,7 @@ class Engine:
             table = table + self._norms(chunk, plan, one) * one.unscaling
         self._refuse_gradients_not_finite(table)
         if self._audit(chunk, plan, first, norms, check):
-            return self._run_once(x, cotangent, check=False)  # what was wrong goes by the loop now
+            return self._run_once(x, cotangent, check)  # what was wrong goes by a slower route now
         self._plan = plan
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
@@ -328,7 +364,7 @@ class Engine:
 
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
-        self._current = known = self._known_of_flags(x)
+        self._current = known = self._known_of_flags()
         z = self._output(x, known)
         count = self.view.sample_count(z)
         shared_inputs = shared_key(x, along(x, count, self.view.in_dim))
@@ -350,19 +386,11 @@ class Engine:
             )
         plan.structure.classify(chunk.graph)
 
-    def _known_of_flags(self, x: Any) -> KnownFlags:
-        """Return what is known of the model with its flags of now.
-
-        The first time a forward pass is watched for what its graph does not show.
-        """
+    def _known_of_flags(self) -> KnownFlags:
+        """Return what is known of the model with its flags of now."""
         flags = self._flags()
         known = self.known.by_flags.get(flags)
-        if known is None:
-            given = copied(x)
-            hooks_tensors = registers_hooks(self.model, lambda: self.view.forward(given))
-            known = KnownFlags(flags, hooks_tensors)
-            self.known.by_flags.put(flags, known)
-        return known
+        return self.known.by_flags.put(flags, KnownFlags(flags)) if known is None else known
 
     def _output(self, x: Any, known: KnownFlags) -> Tensor:
         """Return the output for a batch; one sample runs unfolded.
@@ -390,9 +418,11 @@ class Engine:
         given = x if is_known_to_write_none else copied(x)
         before = times_written(given)
         with cudnn_as_user_set(self.view.device):
-            z = self.folding.run(
-                self.view.named, lambda: self.view.forward(given, copies=copies), given
+            z, lacks_copies = self.folding.run(
+                self.view.named, lambda: self.view.forward_once(given, copies=copies), given
             )
+        if lacks_copies:
+            return self._forward(x)
         written = times_written(given) != before
         if written and is_known_to_write_none:
             self._writes_inputs = True
@@ -413,7 +443,7 @@ class Engine:
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
         if self.view.has_hooked_parameters:
             self._send_hooked_to_loop(chunk)
-        by_loop = plan.by_loop
+        by_loop = chunk.ledger.loop
         norms = norms_by_rules(chunk, plan, one.v, skip=by_loop, retain=one.more)
         by_loop = by_loop.intersection(chunk.graph.parameters.values())
         if by_loop:
@@ -436,37 +466,43 @@ class Engine:
         zero = torch.zeros_like(one.unscaling)
         return torch.stack([norms.get(name, zero) for name in self.parameters])
 
-    def _audit(self, chunk: Chunk, plan: Plan, one: Pass, norms: Tensor, check: Check) -> list[str]:
-        """Run some samples alone; return the parameters whose norms are wrong by a new plan.
+    def _audit(self, chunk: Chunk, plan: Plan, one: Pass, norms: Tensor, check: Check) -> bool:
+        """Run some samples alone; return True if a new plan has to be made for them.
 
         Raises:
             Disproved: A sample refutes an older plan, which is made again.
-            FoldRefuted: A sample gives another output because of the folding.
+            FoldRefuted: A sample gives another output or norms because of the folding.
             InteractionError: A sample gives another output.
         """
-        at_least = SAMPLES if plan.is_new else int(self._hooks_gradients(chunk))
         if not chunk.needs_rules:  # plain autograd has measured the sample alone
+            if plan.is_new:
+                require_hooks_of_sample_to_scale(chunk, 0, one.v)
             self.audits.passed += isinstance(check, Draw) and any(check)
-            return []
+            return False
+        at_least = SAMPLES if plan.is_new else int(self._hooks_gradients())
         samples = self.audits.samples(chunk.count, check, at_least)
         if not samples:
-            return []
+            return False
+        if self._hooks_gradients() or plan.is_new:
+            require_hooks_of_sample_to_scale(chunk, samples[0], one.v)
         with nullcontext() if plan.is_new or check is not None else self.audits.timed():
             wrong: dict[str, str] = {}
             for sample in samples:
                 wrong |= self._audit_of_sample(chunk, plan, sample, one, norms)
-        for name, reason in wrong.items():
-            chunk.ledger.send_to_loop(name, reason)
-        return list(wrong)
+        if wrong:
+            plan.drop()
+            _refuse_blocks_with(chunk.graph, wrong)
+            for name, reason in wrong.items():
+                chunk.ledger.step_down(name, reason)
+        elif plan.is_new and not self.is_copy:
+            self._check_what_audits_do_not_show(chunk)
+        return bool(wrong)
 
     def _audit_of_sample(
         self, chunk: Chunk, plan: Plan, sample: int, one: Pass, norms: Tensor
     ) -> dict[str, str]:
         """Return the parameters whose norms are wrong for a sample, and why."""
         batch, view = batch_of(chunk), self.view
-        if self._hooks_gradients(chunk):
-            require_hooks_of_sample_to_scale(chunk, sample, one.v)
-
         measured = batch, sample, chunk.z.detach(), one, norms
         again = lambda: batch, partial(self._forward, chunk.x)
         audit = SampleAudit(view, chunk.ledger, *measured, *again)
@@ -481,11 +517,64 @@ class Engine:
                 sample,
                 f"the norm of {worst} for sample {sample} is off by {off[worst]:.1e} of its total",
             )
+        if plan.is_new:
+            for name, deviation in audit.deviations().items():
+                chunk.ledger.enter_audit(name, deviation)
         return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in off}
 
-    def _hooks_gradients(self, chunk: Chunk) -> bool:
+    def _check_what_audits_do_not_show(self, chunk: Chunk) -> None:
+        """Check a deep copy where few digits or parameters of zeros hide errors of the rules."""
+        ledger, tested = chunk.ledger, chunk.flags.tested_on_copy
+        of_rules = [name for name, p in ledger.parameters.items() if p.route in ("rule", "node")]
+        untested = [name for name in of_rules if not ledger.parameters[name].was_tested]
+        hidden = bool(untested) and bool(all_zero(self.parameters.values()))
+        few_digits = has_few_digits(self.parameters.values(), self.view.device)
+        names = of_rules if few_digits else untested if hidden else []
+        if tested.issuperset(names):
+            return
+        tested.update(names)
+        checked = self._checked_on_copy(batch_of(chunk).part(spread(chunk.count)))
+        if checked is None:
+            ledger.note("no deep copy of it runs like the model: it was checked as it is alone")
+            return
+        ledger.give_up(checked.ledger.rules_given_up)
+        by_loop = checked.ledger.loop - ledger.loop
+        if by_loop:
+            reasons = checked.ledger.parameters
+            ledger.to_loop(by_loop, reasons[min(by_loop)].reason)
+
+    def _checked_on_copy(self, batch: Batch) -> Engine | None:
+        """Measure a few samples on a deep copy, its zeros moved.
+
+        Returns:
+            The copy's engine; None where no copy runs like the model.
+
+        Raises:
+            InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError: The
+                copy cannot be measured.
+        """
+        view = self.view
+        for clone in deep_copies(view.module):
+            dtype = next(clone.parameters()).dtype
+            try:
+                move(all_zero(p for p in clone.parameters() if p.requires_grad))
+                copied_view = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+                engine = Engine(copied_view, is_copy=True)
+                autocast = torch.autocast(view.device.type, enabled=False)
+                with warnings_ignored(), never_cudnn(), autocast:
+                    engine.run(batch.pick(range(batch.count), dtype), generic_cotangent)
+            except _MEANINGLESS:
+                raise
+            except Exception:  # whatever a copy raises
+                continue
+            used = {name for name, p in engine.ledger.parameters.items() if p.route != "zero"}
+            if used.issuperset(self.ledger.parameters_in_graph):
+                return engine
+        return None
+
+    def _hooks_gradients(self) -> bool:
         """Return True if hooks may change gradients, which no graph shows."""
-        return chunk.flags.forward_hooks_tensors or self.view.has_hooked_parameters
+        return self.folding.hooks_tensors or self.view.has_hooked_parameters
 
     def _refuse_output_alone(self, chunk: Chunk, plan: Plan, sample: int) -> None:
         """Raise the error for a sample that gives another output alone than in its batch."""
@@ -495,9 +584,7 @@ class Engine:
                 f"sample {sample} alone gives another output than within its batch of "
                 f"{chunk.count}",
             )
-        batch = compared(chunk)
-        let_a_proof_name_the_culprit(chunk, batch)
-        raise interaction(chunk)
+        raise interaction(chunk, compared(chunk))
 
     def _routes(self) -> dict[str, str]:
         """Return the route of each parameter: "zero" for one that no output has used."""
@@ -550,7 +637,7 @@ class Engine:
 
         So they may where all goes by rules that were proven, and nothing has to be looked at.
         """
-        if self.audits.failed or self.view.has_hooked_parameters or plan.structure.unproven:
+        if self.audits.failed or self.view.has_hooked_parameters:
             return False
         proofs = plan.flags.ledger.parameters.values()
         by_rules = all(p.route == "zero" or p.route == "rule" for p in proofs)
@@ -630,3 +717,11 @@ def _refuse_output_not_finite(z: Tensor) -> None:
                 "the model's output has infinite values or values that are not a number"
             ),
         )
+
+
+def _refuse_blocks_with(graph: Graph, names: Collection[str]) -> None:
+    """Raise FoldRefuted of the folded blocks that have some of these parameters."""
+    blocks = [parameters_of(graph, i) for i, kind in enumerate(graph.names) if kind in OURS]
+    wrong = [block for block in blocks if not set(block).isdisjoint(names)]
+    if wrong:
+        refuse_blocks(wrong, "its norms differ from the exact ones")

@@ -319,6 +319,11 @@ def _kind(node: Any) -> str:
     return ALIASES.get(name, name)
 
 
+def lowest_dtype(z: Tensor) -> torch.dtype:
+    """Return the least precise dtype that an output went through, as far as its graph shows."""
+    return walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
+
+
 def call_node(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Run the backward formula of one node.
 

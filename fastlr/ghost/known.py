@@ -1,15 +1,11 @@
-"""Cache of what has been verified for a model, and its keys.
+"""Plans of a model that are kept between calls, and their keys.
 
-It has three levels, each within the one before:
-
-- *flags*: train flags, names and dtypes of the parameters, autocast. Proofs hold for one state of
-  these.
-- *structure*: the autograd graph of the output, without shapes. Each structure is proven.
-- *shapes*: the shapes in the graph, and the inputs without samples. For each, outputs are compared
-  and the samples' rows found.
+- *flags*: train flags, names and dtypes of the parameters, autocast.
+- *structure*: the autograd graph of the output, without shapes.
+- *shapes*: the shapes in the graph, and the inputs without samples.
 
 Nothing here says whether the model's code or attributes have changed since: the audits of every
-measurement do (fastlr.ghost.auditor). Entries that were not used for long are dropped, and verified
+measurement do (fastlr.ghost.auditor). Entries that were not used for long are dropped, and made
 again when they come back.
 """
 
@@ -23,10 +19,9 @@ from torch import nn
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import input_shapes
 from fastlr.ghost.fallback import RightCopies
-from fastlr.ghost.graph import Graph, Place
+from fastlr.ghost.graph import PARAMETER, Graph, Place
 from fastlr.ghost.ownership import saved_axes
 from fastlr.ghost.sample_axis import Layout
-from fastlr.ghost.verification.few_samples import FewSamples
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.recent import Recent
 
@@ -67,9 +62,9 @@ class ShapePlan:
     """Where the samples are in batches of one shape.
 
     Attributes:
-        layouts: of the outputs of nodes with uses of parameters.
-        reason_to_look: why rows may belong to other samples in every batch, so that they are found
-            anew in each; "" where the graph tells all.
+        layouts: Layouts of the outputs of nodes with uses of parameters.
+        reason_to_look: Why rows may belong to other samples in every batch, so that they are found
+            again in each; "" where the graph says it.
     """
 
     layouts: dict[Place, Layout]
@@ -78,25 +73,35 @@ class ShapePlan:
 
 @dataclass(eq=False)
 class KnownStructure:
-    """What is known of a structure of the graph.
+    """One structure of the graph.
 
     Attributes:
-        sides: parameter side, sample side or neither, of each node (see `Graph`).
-        keys: by what the proof of a use transfers, of each node (see `Graph`).
-        uses: the uses of parameters, and how their gradients become those of parameters.
-        unproven: names of the parameters of which no proof has met a use; they go by the loop.
-        plans: by shapes.
+        sides: Side of each node (see `Graph`).
+        keys: Key of each node (see `Graph`).
+        uses: Uses of parameters.
+        sizes: Shapes of the nodes on the parameter side.
+        plans: Plans by shapes.
     """
 
     sides: list[int]
     keys: list
     uses: Structure
-    unproven: frozenset[str]
+    sizes: dict[int, tuple]
     plans: Recent[tuple, ShapePlan] = field(default_factory=Recent)
+
+    @staticmethod
+    def of(graph: Graph) -> KnownStructure:
+        """Return the structure of a classified graph."""
+        sizes = {i: graph.sizes[i] for i, side in enumerate(graph.side) if side == PARAMETER}
+        return KnownStructure(graph.side, graph.keys, Structure.of(graph), sizes)
 
     def classify(self, graph: Graph) -> None:
         """Give a graph of this structure the sides and keys of its nodes."""
         graph.side, graph.keys = self.sides, self.keys
+
+    def fits(self, graph: Graph) -> bool:
+        """Return True if sides are known, and the parameter side of a graph has its shapes."""
+        return bool(self.sides) and all(graph.sizes[i] == sizes for i, sizes in self.sizes.items())
 
 
 @dataclass(eq=False)
@@ -104,35 +109,34 @@ class KnownFlags:
     """What is known of a model in one state of its flags.
 
     Attributes:
-        flags: by which this is found.
-        forward_hooks_tensors: True if a forward pass gives tensors hooks, which may move gradients
-            between samples as no graph shows.
-        ledger: what was proven.
-        structures: by the signature of the graph.
-        inputs_with_samples: which of the inputs carry samples, by number of samples and shapes.
-        shapes_of_one_sample: shapes of inputs that are one sample.
-        right_copies: how often a single sample is run at once.
+        flags: Key of this state.
+        ledger: Routes of the parameters.
+        structures: Structures of the graph by their signatures.
+        inputs_with_samples: Inputs that carry samples, by number of samples and shapes.
+        shapes_of_one_sample: Shapes of inputs that are one sample.
+        right_copies: Number of copies of a single sample that are run at once.
+        tested_on_copy: Names of parameters that a deep copy has tested.
     """
 
     flags: tuple
-    forward_hooks_tensors: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     structures: Recent[tuple, KnownStructure] = field(default_factory=lambda: Recent(_FEW))
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     right_copies: RightCopies = field(default_factory=RightCopies)
+    tested_on_copy: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is known of a batch at every level.
+    """The plan of a batch.
 
     Attributes:
-        flags: of the model with the batch's flags.
-        structure: of the batch's graph.
-        shapes: of its shapes.
-        key: by what these are found.
-        is_new: True if nothing was planned for its shapes before.
+        flags: State of the flags.
+        structure: Structure of the batch's graph.
+        shapes: Plan of its shapes.
+        key: Key of the batch.
+        is_new: Whether nothing was planned for its shapes before.
     """
 
     flags: KnownFlags
@@ -146,25 +150,22 @@ class Plan:
         """Number of samples."""
         return self.key.shapes[0]
 
-    @property
-    def by_loop(self) -> frozenset[str]:
-        """Names of the parameters that go by the loop over samples."""
-        return self.structure.unproven | self.flags.ledger.loop
+    def drop(self) -> None:
+        """Have the plan of these shapes made again for the next batch."""
+        self.structure.plans.drop(self.key.plan)
 
 
 class Known:
-    """What is known of one model: a tree of caches, flags at its root.
+    """What is known of one model: a tree of caches with flags at its root.
 
     Attributes:
-        by_flags: what is known of it in each state of its flags, by these.
-        few_samples: on how many samples it is proven.
-        emptied: of the dicts of tensors in it, those that our forward passes run without.
-        proofs: how many were made.
-        comparisons: how many batches' outputs were compared with those of their parts.
+        by_flags: States by flags.
+        emptied: Dicts of tensors that forward passes of ours run without.
+        checks: Number of new structures that were checked.
+        comparisons: Number of batches whose outputs were compared with those of their parts.
     """
 
     def __init__(self) -> None:
         self.by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
-        self.few_samples = FewSamples()
         self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
-        self.proofs = self.comparisons = 0
+        self.checks = self.comparisons = 0

@@ -52,7 +52,7 @@ def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) ->
     except Exception:  # whatever a model raises that misses what it needs
         return False
     relative = unexplained(with_caches, view.parameters.values())
-    same = agree(with_caches, without, relative, None, view.out_dim)
+    same = agree(with_caches, without, relative, view.out_dim)
     hidden = _used_parameters(view, without) - _used_parameters(view, with_caches)
     if not same and hidden:
         module, name = caches[0]

@@ -17,7 +17,6 @@ from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
 from fastlr.ghost.objects import attribute, is_instance
-from fastlr.ghost.surroundings import refuse_surroundings, refuse_unreadable
 from fastlr.ghost.writes import copied_if_written, first_writes, forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -84,6 +83,11 @@ def trainable(
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f"parameter {name} is not initialised (a lazy module); run one forward pass first"
+            )
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device, which holds no values; load or "
+                "initialise the model first (model.to_empty(device=...))"
             )
         if hasattr(parameter, "placements") and not under:
             raise ModelError(
@@ -180,18 +184,15 @@ class ModelView:
         """Return inputs detached (see `as_inputs`), checked.
 
         Raises:
-            InputError: an input tensor is empty, nested, on another device or within a transform of
-                torch.func; nothing can be measured here (see `refuse_surroundings`).
+            InputError: an input tensor is empty, nested or on another device.
             NonFiniteError: one holds NaN. ModelError: the model has no parameters.
         """
         parameters = list(self.named.values() or self.parameters.values())
-        refuse_surroundings(parameters)
         x = as_inputs(x)
         device = parameters[0].device
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
-            refuse_unreadable(leaf, "an input tensor")
             if leaf.is_nested:
                 require_pickable(leaf, "an input tensor")
             if leaf.numel() == 0:
@@ -211,13 +212,26 @@ class ModelView:
             x: Inputs.
             copies: Whether another pass may run before the graph runs backward.
         """
+        z, lacks_copies = self.forward_once(copied(x) if self.is_unseen else x, copies=copies)
+        return self.forward_once(x)[0] if lacks_copies else z
+
+    @property
+    def is_unseen(self) -> bool:
+        """True if no forward pass of the model in this mode has run yet."""
+        return first_writes(self.module) is None
+
+    def forward_once(self, x: Any, *, copies: bool = True) -> tuple[Tensor, bool]:
+        """Run one forward pass.
+
+        Returns:
+            (output; whether its graph lacks copies of what the pass was the first to write, so that
+            another pass is needed).
+        """
         with torch.enable_grad():
             before = first_writes(self.module)
-            result = call(self.module, copied(x) if before is None else x, copies=copies)
+            result = call(self.module, x, copies=copies)
             after = first_writes(self.module)
-            if copies and after and after != before:
-                result = call(self.module, x, copies=True)  # the first graph has no copies
-        return select_output(result, self.output)
+        return select_output(result, self.output), bool(copies and after and after != before)
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""

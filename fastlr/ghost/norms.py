@@ -30,11 +30,12 @@ def norms_by_rules(
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] of all parameters but those in ``skip``.
 
-    Where a rule turns out not to apply, the ledger has the node's own formula from now on.
+    Where a rule turns out not to apply, the ledger has the node's own formula from now on. A new
+    plan keeps the graph for these formulas.
     """
     if skip.issuperset(chunk.graph.parameters.values()):
         return {}
-    routes = chunk.ledger.routes()
+    routes = chunk.ledger.routes(tolerant=plan.is_new)
     try:
         with cudnn_as_user_set(chunk.view.device):
             return sq_norms(
@@ -45,11 +46,11 @@ def norms_by_rules(
                 plan.shapes.layouts,
                 chunk.count,
                 routes,
-                retain=retain,
+                retain=retain or plan.is_new,
                 skip=skip,
             )
     finally:
-        chunk.ledger.enter_routes(routes)
+        chunk.ledger.give_up(routes.given_up)
 
 
 def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:

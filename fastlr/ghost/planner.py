@@ -1,15 +1,13 @@
 """Plans: what is checked of a batch before it is measured.
 
-A new structure of the graph is `proven`. For a new shape, outputs are `compared` with those of
-parts of the batch, and `locate_samples` finds the rows of each sample. `fastlr.ghost.known` keeps
-both.
+For a new shape, outputs are `compared` with those of parts of the batch, the sides of a new graph
+are found, and `locate_samples` finds the rows of each sample. `fastlr.ghost.known` keeps the plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,24 +23,25 @@ from fastlr.errors import (
 )
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import Batch, copied
+from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.graph import Graph, Place
+from fastlr.ghost.graph import Graph, Place, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
 from fastlr.ghost.model_io import FAILURES, ModelView
-from fastlr.ghost.ownership import trace
+from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.agreement import agree, unexplained
-from fastlr.ghost.verification.batch_checks import (
-    Options,
-    first_explained,
-    likely_layouts,
+from fastlr.ghost.verification.batch_checks import Options, every_layout, first_explained
+from fastlr.ghost.verification.company import (
+    EVEN_SAMPLES,
+    SAMPLES,
+    InBatch,
+    copies_of_each,
+    takes_even_only,
 )
-from fastlr.ghost.verification.company import copies_of_each, in_batch_of
-from fastlr.ghost.verification.few_samples import takes_even_only
-from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
-from fastlr.ghost.verification.prover import Prover, generic_cotangent
-from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ghost.verification.diagnosis import require_independence, unused_parameters
+from fastlr.ghost.verification.record import Ledger, ParameterRoute
 from fastlr.ghost.writes import passes_write
 from fastlr.ops.deferred_checks import out_of_memory
 
@@ -51,11 +50,9 @@ from fastlr.ops.deferred_checks import out_of_memory
 SOME_ALONE = 5
 MANY_ALONE = 32
 OTHER_SIZES = (30.0, -1 / 30, 1.0, 1.0)  # factors of a few samples' values
-MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
-UNSEEN = (
-    "no proof has met its use, which the data choose. The values are exact; it is faster where "
-    f"the first {MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
-)
+NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
+IRREGULAR = "the graph of another number of samples has another structure"
+COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
 
 @dataclass(eq=False)
@@ -92,6 +89,11 @@ class Chunk:
         """What was proven of the model."""
         return self.flags.ledger
 
+    def run_folded(self, samples: Sequence[int]) -> Tensor:
+        """Return the output, with its graph, for some samples, by the model as it is measured."""
+        x = batch_of(self).pick(samples)
+        return self.folding.run(self.view.named, lambda: self.view.forward(x, copies=False))
+
     @property
     def needs_rules(self) -> bool:
         """True but for a single sample: plain autograd measures that, without rules or layouts."""
@@ -104,128 +106,102 @@ class Chunk:
 
 
 def plan_of(chunk: Chunk, *, look: bool) -> Plan:
-    """Return what is known of a batch at every level; what is not known yet is found.
+    """Return the plan of a batch; what is not known yet is found.
 
     Args:
-        chunk: the batch.
-        look: whether to look for its samples whatever is known.
+        chunk: Batch.
+        look: Whether to look for its samples whatever is known.
     """
-    structure = proven(chunk)
-    shapes = structure.plans.get(chunk.key.plan)
+    key, structures = chunk.key, chunk.flags.structures
+    known = structures.get(key.structure)
+    shapes = None if known is None else known.plans.get(key.plan)
     is_new = shapes is None
-    if not chunk.needs_rules:
-        shapes = ShapePlan({})
-    elif shapes is None or shapes.reason_to_look or look:
-        if chunk.compared is None:
-            compared(chunk)
-        shapes = locate_samples(chunk, structure)
-        structure.plans.put(chunk.key.plan, shapes)
-    return Plan(chunk.flags, structure, shapes, chunk.key, is_new)
+    if known is None or shapes is None or shapes.reason_to_look or look:
+        if known is None:
+            chunk.known.checks += 1
+        if chunk.needs_rules:
+            if chunk.compared is None:
+                compared(chunk)
+            known = _with_sides(chunk, known)
+        elif known is None:
+            _require_independence_of_one(chunk)
+            known = KnownStructure([], [], Structure([]), {})
+        if key.structure not in structures:
+            _check_absent(chunk)
+        shapes = locate_samples(chunk, known) if chunk.needs_rules else ShapePlan({})
+        structures.put(key.structure, known).plans.put(key.plan, shapes)
+    known.classify(chunk.graph)
+    return Plan(chunk.flags, known, shapes, key, is_new)
 
 
-# -- proven
+def _require_independence_of_one(chunk: Chunk) -> None:
+    """Require that a single sample gives the same among jittered copies, if the model takes any."""
+    batch = batch_of(chunk)
+    try:
+        require_independence(chunk.view, batch.jittered(SAMPLES))
+    except FAILURES as error:  # the model may take one sample only
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            raise
+        require_independence(chunk.view, batch)
+
+
+def _check_absent(chunk: Chunk) -> None:
+    """Enter the parameters that are not in the graph, which must not move the output."""
+    ledger, graph, batch = chunk.ledger, chunk.graph, batch_of(chunk)
+    some = batch.part(spread(batch.count))
+    unused = unused_parameters(chunk.view, some, graph, ledger.sets_without_effect)
+    if unused:
+        ledger.sets_without_effect.append(unused)
+    for name in chunk.view.parameters:
+        if name in unused:
+            zero = ParameterRoute("zero", reason="not used by the output")
+            ledger.parameters.setdefault(name, zero)
+    ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
+    ledger.dtype = graph.lowest_dtype()
+
+
+def spread(count: int) -> list[int]:
+    """Return the numbers of a few samples, from the first to the last of a batch."""
+    return sorted({k * (count - 1) // (EVEN_SAMPLES - 1) for k in range(EVEN_SAMPLES)})
+
+
+# -- sides
 # --------------------------------------------------------------------------------------------------
 
 
-def proven(chunk: Chunk) -> KnownStructure:
-    """Return what is known of this structure of the graph; what is not proven yet is proven.
+def _with_sides(chunk: Chunk, known: KnownStructure | None) -> KnownStructure:
+    """Decide the sides of the batch's graph, by that of another number of the same samples.
 
-    See "Once per structure of the graph" in docs/trust.md. The sides of the chunk's graph are
-    decided then.
+    What has other shapes there has samples. A model with a loop over samples has another graph:
+    then no walk tells samples apart, and all parameters go to the loop.
     """
     graph = chunk.graph
-    known = chunk.flags.structures.get(chunk.key.structure)
-    if known is not None and _fits(chunk, known):
+    if known is not None and known.fits(graph):
         known.classify(graph)
         return known
-    unproven = _prove_structure(chunk)
-    found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(unproven))
-    return chunk.flags.structures.put(chunk.key.structure, found)
+    other = None if graph.has_nested_tensors else _graph_of_another_number(chunk)
+    graph.classify(lambda i, _: other is not None and graph.sizes[i] == other.sizes[i])
+    if other is None:
+        reason = NESTED if graph.has_nested_tensors else IRREGULAR
+        chunk.ledger.to_loop(graph.parameters.values(), reason)
+    found = KnownStructure.of(graph)
+    return known if known is not None and known.sides == found.sides else found
 
 
-def _fits(chunk: Chunk, known: KnownStructure) -> bool:
-    """Return True if nodes of a known structure fall on the known sides with the chunk's shapes."""
-    if not chunk.needs_rules or chunk.key.plan in known.plans:
-        return True
-    graph = chunk.graph
-    graph.classify(chunk.ledger.decide(graph))
-    return graph.side == known.sides and not graph.undecided
-
-
-def _prove_structure(chunk: Chunk) -> list[str]:
-    """Prove what is not proven of a new structure.
-
-    One that the data may have chosen goes by the proofs of its parts.
-
-    Returns:
-        The parameters of which no proof has met some use. They go to the loop.
-    """
-    graph, ledger = chunk.graph, chunk.ledger
-    graph.classify(ledger.decide(graph))
-    rows = trace(graph, chunk.z, chunk.view.out_dim)
-    graph_may_vary_with_data, was_proven_before = bool(rows.lost_at), bool(ledger.parameters)
-    if graph_may_vary_with_data and was_proven_before and _parts_are_proven(chunk):
-        return []
-    refuse_folds_of_several_images(graph, rows.known)  # needs no proof
-    unproven = _prove_on_triples(chunk)
-    if chunk.needs_rules:
-        ledger.to_loop(unproven, UNSEEN)
-    else:
-        # Plain autograd measures a single sample, whose graph may look like that of no larger
-        # batch: what larger batches have proven stays.
-        proven_in_no_batch = [name for name in unproven if name not in ledger.parameters]
-        ledger.to_loop(proven_in_no_batch, UNSEEN)
-    return unproven
-
-
-def _parts_are_proven(chunk: Chunk) -> bool:
-    """Return True if proofs have met every use in the graph, and every absence from it."""
-    return not _unproven(chunk) and _absence_is_proven(chunk)
-
-
-def _absence_is_proven(chunk: Chunk) -> bool:
-    """Return True if a proof has found that the parameters not in the graph move nothing."""
-    absent = frozenset(chunk.view.parameters) - frozenset(chunk.graph.parameters.values())
-    return not absent or any(absent <= tested for tested in chunk.ledger.sets_without_effect)
-
-
-def _prove_on_triples(chunk: Chunk) -> list[str]:
-    """Prove on three samples after the other until nothing is left to prove.
-
-    The model runs folded as it will be measured.
-
-    Returns:
-        The parameters of which no proof has met some use.
-    """
-    batch, prover = batch_of(chunk), Prover(chunk.view, chunk.ledger, chunk.folding)
-    for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
-        chunk.known.proofs += 1
-        prove = partial(prover.prove, seed=start)
-        chunk.known.few_samples.step_on_three_or_four(prover, batch, prove, start)
-        chunk.graph.classify(chunk.ledger.decide(chunk.graph))
-        if _parts_are_proven(chunk):
-            break
-    return _unproven(chunk)
-
-
-def _unproven(chunk: Chunk) -> list[str]:
-    """Return the parameters of which the ledger lacks some use in the graph, or absence."""
-    graph, ledger = chunk.graph, chunk.ledger
-    missing = _with_unproven_uses(graph, ledger)
-    present = set(graph.parameters.values())
-    for name in chunk.view.parameters:
-        proof = ledger.parameters.get(name)
-        if proof is None or (name in present and proof.route == "zero"):
-            missing.append(name)
-    by_loop = ledger.loop
-    return [name for name in dict.fromkeys(missing) if name not in by_loop]
-
-
-def _with_unproven_uses(graph: Graph, ledger: Ledger) -> list[str]:
-    """Return the parameters below nodes whose side is not proven, or below uses that are not."""
-    nodes = [child for i in graph.undecided for child, _ in graph.children[i] if child >= 0]
-    nodes += [use.child for use in graph.uses() if use.key not in ledger.uses]
-    return [name for node in nodes for name in graph.names_below(node)]
+def _graph_of_another_number(chunk: Chunk) -> Graph | None:
+    """Return the graph of a pair of the samples, else of every sample twice, if it is the same."""
+    graph, count = chunk.graph, chunk.count
+    pair, twice = [0, count - 1], [*range(count)] * 2
+    for samples in [pair, twice] if count > 2 else [twice]:
+        try:
+            other = walk(chunk.run_folded(samples), chunk.view.parameters)
+        except FAILURES as error:  # the model may take no such number
+            if isinstance(error, FastlrError) or out_of_memory(error):
+                raise
+            continue
+        if other.names == graph.names and other.children == graph.children:
+            return other
+    return None
 
 
 # -- compared
@@ -274,7 +250,7 @@ def _require_the_same_again(chunk: Chunk) -> None:
     view = chunk.view
     first, again = [view.outputs(copied(chunk.x)) for _ in range(2)]
     relative = unexplained(first, view.parameters.values())
-    if not agree(first, again, relative, None, view.out_dim):
+    if not agree(first, again, relative, view.out_dim):
         raise RandomForwardError(
             "two forward passes on the same inputs differ: the model fits itself to its first "
             "batch at random. Run it once on data, then measure it"
@@ -305,17 +281,12 @@ def _batch_that_can_be_parted(chunk: Chunk) -> Batch:
     if another_output:
         # Not all samples of the next batch need show it.
         chunk.ledger.reason_to_look = "samples that interacted in an earlier batch"
-        let_a_proof_name_the_culprit(chunk, batch)  # names the culprit where it can
-        raise interaction(chunk)
-    proof_is_of_the_whole_batch = count <= SAMPLES
-    if not proof_is_of_the_whole_batch:
-        raise InputError(
-            f"the model fails on parts of the {count} samples ({failures[0]}); check "
-            f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
-            "samples along it"
-        )
-    let_a_proof_name_the_culprit(chunk, batch)
-    return batch
+        raise interaction(chunk, batch)
+    raise InputError(
+        f"the model fails on parts of the {count} samples ({failures[0]}); check "
+        f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
+        "samples along it"
+    )
 
 
 def _which_may_carry_samples(batch: Batch, known: list[int] | None) -> list[list[int]]:
@@ -346,7 +317,7 @@ def _may_be_shared(chunk: Chunk, batch: Batch, trial: Batch) -> bool:
         return True
     whole = chunk.view.batch(chunk.x, chunk.count, shared)
     output = chunk.view.outputs(whole.pick(list(reversed(range(chunk.count)))))
-    if not in_batch_of(chunk.view, trial, chunk.z).holds(range(chunk.count), output):
+    if not InBatch(chunk.view, trial, chunk.z).holds(range(chunk.count), output):
         return True  # whose rows they are counts
     if all(leaf.ndim == 1 for leaf in leaves):
         return False
@@ -373,6 +344,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     if count > SAMPLES:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
+    if count > 2:
         groups.append(order[-1:] * count)
     alone = MANY_ALONE if chunk.ledger.reason_to_look else SOME_ALONE
     return groups + copies_of_each(order[:alone])
@@ -386,10 +358,8 @@ def _depends_on_others_of_other_size(chunk: Chunk, batch: Batch) -> bool:
     few, view = batch.scaled(OTHER_SIZES[: chunk.count]), chunk.view
     samples = range(few.count)
     try:
-        together = in_batch_of(view, few, view.outputs(few.pick(samples)))
-        alone = together.first_difference(
-            copies_of_each(samples), lambda s: view.outputs(few.pick(s))
-        )
+        together = InBatch(view, few, view.outputs(few.pick(samples)))
+        alone = together.first_difference(copies_of_each(samples))
     except FAILURES as error:  # the model may take no such values
         if out_of_memory(error):
             raise
@@ -436,34 +406,24 @@ def _is_same_in(companies: list[list[int]], chunk: Chunk, batch: Batch) -> bool:
     Raises:
         FoldRefuted: they give what the batch gives, too, where it runs as the model says.
     """
-    view = chunk.view
-
-    def run_plain(samples: Sequence[int]) -> Tensor:
-        return view.outputs(batch.pick(samples))
-
-    in_batch = in_batch_of(view, batch, chunk.z)
-    difference = in_batch.first_difference(companies, run_plain)
+    in_batch = InBatch(chunk.view, batch, chunk.z)
+    difference = in_batch.first_difference(companies)
     if difference is None:
         return True
     if chunk.folding.blocks.has_folded:
-        plain = replace(in_batch, output=run_plain(range(batch.count)))
+        plain = replace(in_batch, output=in_batch.run(range(batch.count)))
         if plain.holds(difference.samples, difference.output):
             raise FoldRefuted("the folded model gives another output")
     return False
 
 
-def let_a_proof_name_the_culprit(chunk: Chunk, batch: Batch) -> None:
-    """Prove the model, unfolded, on samples from the first to the last of a batch.
+def interaction(chunk: Chunk, batch: Batch) -> InteractionError:
+    """Return the error for samples that interact.
 
-    So the error names what is to blame where samples give something else in other company.
+    Raises:
+        InteractionError, RandomForwardError: A few samples show what is to blame.
     """
-    few = chunk.known.few_samples
-    prover = Prover(chunk.view, Ledger())
-    few.step_on_three_or_four(prover, batch.part(few.spread(batch.count)), prover.prove)
-
-
-def interaction(chunk: Chunk) -> InteractionError:
-    """Return the error that says that samples interact, although no proof says how."""
+    require_independence(chunk.view, batch.part(spread(batch.count)))
     return InteractionError(
         f"samples give another output within the batch of {chunk.count} than in parts of it, or "
         "among copies of themselves: samples interact (as where experts have a capacity for the "
@@ -477,65 +437,61 @@ def interaction(chunk: Chunk) -> InteractionError:
 
 
 def locate_samples(chunk: Chunk, known: KnownStructure) -> ShapePlan:
-    """Return where the samples are at all uses, told by the graph or found in this batch.
+    """Return where the samples are at all uses, as the graph shows or as marks find.
 
-    See "Known from the graph" in docs/trust.md. Parameters where no axis explains the
-    gradients go to the loop.
+    See "Known from the graph" in docs/trust.md. Parameters where no axis explains the gradients go
+    to the loop.
 
     Args:
-        chunk: the batch.
-        known: of its structure.
+        chunk: Batch, with a classified graph.
+        known: Its structure.
     """
-    graph, uses = chunk.graph, known.uses
+    graph, uses, ledger = chunk.graph, known.uses, chunk.ledger
+    if ledger.loop.issuperset(graph.parameters.values()):
+        return ShapePlan({})
     rows = trace(graph, chunk.z, chunk.view.out_dim)
-    options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
-    untold = {place: options[place] for place in options if place not in rows.known}
-    found: dict[Place, list[Layout]] = {}
-    if untold:
+    refuse_folds_of_several_images(graph, rows.known)
+    ledger.without_rows |= without_rows(graph)
+    places = [(node, output) for node in uses.by_node for output in range(graph.outputs(node))]
+    layouts: dict[Place, Layout] = {p: rows.known[p] for p in places if p in rows.known}
+    unknown = {p: every_layout(graph, p, chunk.count) for p in places if p not in rows.known}
+    found: Options = {}
+    if unknown:
         v = generic_cotangent(chunk.z)
-        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
+        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, unknown)
+    layouts |= {place: options[0] for place, options in found.items() if options}
+    _enter_parameters(chunk, uses, layouts)
     _to_loop_where_unexplained(chunk, uses, found)
-    plan_rests_on_search = bool(found)
-    why_searched = rows.lost_at if plan_rests_on_search else ""
-    reason = _reason_to_look(chunk, uses, why_searched)
+    reason = (rows.lost_at if found else "") or ledger.reason_to_look
     if reason:
         kind = reason.removesuffix("Backward0")
-        chunk.ledger.note(f"rows are found and outputs compared in every batch: {kind}")
-    return ShapePlan(_likeliest(options) | _likeliest(found), reason)
+        ledger.note(f"rows are found and outputs compared in every batch: {kind}")
+    return ShapePlan(layouts, reason)
 
 
-def _likeliest(options: Options) -> dict[Place, Layout]:
-    return {place: layouts[0] for place, layouts in options.items() if layouts}
+def _enter_parameters(chunk: Chunk, uses: Structure, layouts: dict[Place, Layout]) -> None:
+    """Enter the parameters in the graph with what the report says of them."""
+    graph, ledger = chunk.graph, chunk.ledger
+    by_name: dict[str, ParameterRoute] = {}
+    for use in uses.uses:
+        kind = graph.names[use.node].removesuffix("Backward0").removesuffix("Backward")
+        axis = str(layouts.get((use.node, 0), "unknown"))
+        for name in graph.names_below(use.child):
+            entry = by_name.setdefault(name, ParameterRoute("rule"))
+            entry.kinds = tuple(dict.fromkeys((*entry.kinds, kind)))
+            entry.axes = tuple(dict.fromkeys((*entry.axes, axis)))
+            entry.keys = tuple(dict.fromkeys((*entry.keys, use.key)))
+            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
+                entry.route, entry.reason = "loop", COUNTED
+    for name, entry in by_name.items():
+        ledger.enter(name, entry)
 
 
 def _to_loop_where_unexplained(chunk: Chunk, uses: Structure, found: Options) -> None:
     """Send parameters to the loop at whose uses no sample axis explains the gradients."""
-    ledger = chunk.ledger
-    nodes = {node for (node, _), layouts in found.items() if not layouts}
+    graph = chunk.graph
     reason = f"its sample axis was not found in a batch of {chunk.count}"
-    for name in _names_used_at(chunk.graph, uses, nodes):
-        proof = ledger.parameters.get(name)
-        if proof is None or proof.route != "loop":
-            kinds = proof.kinds if proof else ()
-            ledger.parameters[name] = ParameterProof("loop", kinds=kinds, reason=reason)
-
-
-def _names_used_at(graph: Graph, uses: Structure, nodes: Iterable[int]) -> list[str]:
-    """Return the names of the parameters that have a part in uses at some nodes."""
-    at_nodes = [use for node in nodes for use in uses.by_node[node]]
-    return [name for use in at_nodes for name in graph.names_below(use.child)]
-
-
-def _reason_to_look(chunk: Chunk, uses: Structure, lost_at: str) -> str:
-    """Return why the rows are to be found in every batch; "" where they need not be.
-
-    Args:
-        chunk: the batch.
-        uses: of parameters.
-        lost_at: where the graph loses the rows, so that they were found in this batch; "" if
-            nowhere.
-    """
-    varying = chunk.ledger.varying
-    if not lost_at and any(chunk.graph.keys[use.child] in varying for use in uses.uses):
-        return "data among what is computed of parameters"
-    return lost_at or chunk.ledger.reason_to_look
+    for (node, _), options in found.items():
+        for use in uses.by_node[node] if not options else ():
+            names = set(graph.names_below(use.child)) - chunk.ledger.loop
+            chunk.ledger.to_loop(names, reason)

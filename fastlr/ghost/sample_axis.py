@@ -27,19 +27,6 @@ class Regular:
     outer: int
     inner: int
 
-    def fits(self, shape: torch.Size, count: int) -> Regular | None:
-        """Return this layout with the free factor set for ``shape``, or None if it cannot hold."""
-        if self.dim >= len(shape):
-            return None
-        size = shape[self.dim]
-        if self.outer * count * self.inner == size:
-            return self
-        if size % count:
-            return None
-        if self.outer == 1:
-            return Regular(self.dim, 1, size // count)
-        return Regular(self.dim, size // count, 1) if self.inner == 1 else None
-
     def samples(self, size: int, count: int, device: torch.device) -> Tensor:
         """Sample of each index along the axis: [size]."""
         ids = torch.arange(count, device=device).view(1, count, 1)
@@ -71,10 +58,6 @@ class Ragged:
 
     dim: int
     ids: Tensor | None = None
-
-    def fits(self, shape: torch.Size, count: int) -> Ragged | None:
-        """Return itself if the axis exists."""
-        return self if self.dim < len(shape) else None
 
     def samples(self, size: int, count: int, device: torch.device) -> Tensor:
         """Sample of each index along the axis: [size]."""

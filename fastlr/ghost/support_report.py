@@ -13,9 +13,10 @@ from torch import Tensor
 from fastlr.errors import few
 from fastlr.ghost.batch import along
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.verification.record import Ledger
+from fastlr.ghost.verification.record import Ledger, ParameterRoute
 from fastlr.ops.torch_private import tree_flatten
 
+OF_ONE_SAMPLE = ParameterRoute("loop", reason="a single sample goes by plain autograd")
 _COLUMNS = ("parameter", "node", "samples along", "route", "deviation")
 
 
@@ -71,12 +72,12 @@ class SupportReport:
 
     @staticmethod
     def of(
-        names: list[str], ledger: Ledger, folding: Folding, of_inputs: Iterable[str]
+        names: list[str], ledger: Ledger, copy: str, folding: Folding, of_inputs: Iterable[str]
     ) -> SupportReport:
-        """Build the report of a ledger, of what was last folded, and of notes on inputs."""
+        """Build the report of a ledger, a copy, of what was last folded, and of notes on inputs."""
         rows = []
         for name in names:
-            p = ledger.parameters[name]
+            p = ledger.parameters.get(name, OF_ONE_SAMPLE)
             rows.append(
                 ParameterSupport(
                     name, p.kinds, p.axes, p.route, p.deviation, p.was_tested, p.reason
@@ -93,7 +94,7 @@ class SupportReport:
             notes.append(f"nothing is folded: {blocks.disabled}")
         return SupportReport(
             tuple(rows),
-            ledger.subject,
+            copy or "model itself",
             dtype,
             ledger.others,
             tuple(notes),
@@ -156,8 +157,8 @@ class SupportReport:
         lines = []
         if self.subject:
             lines.append(
-                f"proven on three samples of a {self.subject} ({self.dtype}): off by at most "
-                f"{self.largest_deviation:.1e}"
+                f"compared with plain autograd on a few samples of a {self.subject} "
+                f"({self.dtype}): off by at most {self.largest_deviation:.1e}"
             )
         unproven = [p.name for p in self.parameters if not p.proven]
         if unproven:

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
 from fastlr.ghost.objects import number, version
-from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.torch_private import tree_map_only
 
@@ -235,7 +234,6 @@ def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
 
 def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
-    refuse_unreadable(tensor, "an input tensor")
     return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
 

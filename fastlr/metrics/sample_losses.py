@@ -22,9 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import FAILURES, sample_count
-from fastlr.ghost.surroundings import refuse_unreadable
-from fastlr.ghost.verification.agreement import MARGIN, agree
-from fastlr.ghost.verification.noise import Noise
+from fastlr.ghost.verification.agreement import agree
 from fastlr.ghost.writes import unchanged
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import (
@@ -42,6 +40,7 @@ _SINGLE = 32  # samples at most that are among copies of themselves alone
 _OF_LARGE = 3  # splits of the samples of larger outputs, and samples alone
 _FEWEST, _AGAIN = 6, 2  # splits: at least, of a loss that has passed
 _ALONE = 3  # times that the loss of a single sample is asked again
+_MARGIN = 32  # differences of this many times the measured rounding are rounding
 _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 # Relative difference of gradients that is taken for rounding, by the digits that they have.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
@@ -459,9 +458,12 @@ class _Company:
     def _same(self, want: Tensor, got: Tensor | None) -> bool:
         if got is None:
             return False
-        return agree(want, got, _rounding(self.gradient), self._noise, self.axis)
+        relative = _rounding(self.gradient)
+        if agree(want, got, relative, self.axis):
+            return True
+        return agree(want, got, relative, self.axis, self._noise())
 
-    def _noise(self) -> Noise | None:
+    def _noise(self) -> Tensor | None:
         """Return how far the gradient is off by rounding: what the output's last digits do to it.
 
         No more than a little of the largest entry: a loss that draws random numbers moves it more.
@@ -474,14 +476,11 @@ class _Company:
             return None
         off = (other - self.gradient).abs().nan_to_num(posinf=0.0)
         most = _NOISE * float(self.gradient.abs().max())
-        return Noise(allowed=MARGIN * off.clamp(max=most), own=False)
+        return _MARGIN * off.clamp(max=most).amax(self.axis)
 
 
 def _check_labels(y: Any, samples: int) -> None:
-    """Raise InputError for labels without values, or fewer than samples; one may be for all."""
-    for leaf in tree_leaves(y):
-        if isinstance(leaf, Tensor):
-            refuse_unreadable(leaf, "a tensor of y")
+    """Raise InputError for fewer labels than samples; one may be for all."""
     if isinstance(y, Tensor) and 1 < y.numel() < samples:
         raise InputError(_other_length(y, samples))
 

@@ -2,18 +2,18 @@
 
 import pytest
 
-from fastlr.ghost.verification.prover import Prover
+from fastlr.ghost import planner
 
 
 @pytest.fixture
-def proofs(monkeypatch):
-    """Return a list that grows by an entry for every proof made."""
+def checks(monkeypatch):
+    """Return a list that grows by an entry for every new structure that is checked."""
     made = []
-    prove = Prover.prove
+    check = planner._check_absent
 
-    def counted(self, *args, **kwargs):
+    def counted(chunk):
         made.append(1)
-        prove(self, *args, **kwargs)
+        check(chunk)
 
-    monkeypatch.setattr(Prover, "prove", counted)
+    monkeypatch.setattr(planner, "_check_absent", counted)
     return made

@@ -133,19 +133,19 @@ def test_a_failed_audit_measures_all_chunks_again(monkeypatch):
         return {name: 2 * norm for name, norm in norms.items()} if calls == 5 else norms
 
     monkeypatch.setattr("fastlr.ghost.norms.sq_norms", wrong)
-    with warned("proven again"):
+    with warned("checked again"):
         again = measured(model, x)
     assert_close(again.per_sample, want, rtol=1e-12, atol=0)
     assert engine_for(model).audits.failed == 1
     assert any("measured again" in note for note in again.notes)
 
 
-def test_measurements_of_one_model_share_a_proof(proofs):
+def test_measurements_of_one_model_share_a_proof(checks):
     model, x = written_net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 16, predictive=GAUSSIAN).measure()
     fastlr.per_sample_grad_sq_norms(model, x, torch.randn(16, 4))
-    assert len(proofs) == engine_for(model).known.proofs == 1
+    assert len(checks) == engine_for(model).known.checks == 1
     assert torch.equal(first.per_sample, second.per_sample)
 
 

@@ -16,12 +16,6 @@ from torch.testing import assert_close
 
 import fastlr
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.batch import Batch
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.verification.agreement import agree, measured_noise
-from fastlr.ghost.verification.company import in_batch_of
-from fastlr.ghost.verification.copies import Subject
-from fastlr.ghost.verification.noise import Noise, RoundingProbe
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -143,7 +137,7 @@ def many_batches(models, batches):
         engine = engine_for(model)
         assert engine.audits.failed == 0
         assert engine.audits.passed == 3 + 2 + 3 + 3 + batches - 4, "three where a size is new"
-        assert engine.known.proofs == 1
+        assert engine.known.checks == 1
 
 
 def test_no_batch_of_a_kept_engine_is_refused():
@@ -302,26 +296,6 @@ class OnAGrid(nn.Module):
         return self.c(self.hidden(x))
 
 
-def one_step_off(model, x, samples):
-    """The outputs of samples of which one has a hidden number at the next point of its grid."""
-    h = model.hidden(x[samples])
-    h[1, 0] += 2.0**-10
-    return model.c(h)
-
-
-def test_a_step_of_a_grid_is_rounding_where_samples_do_not_interact():
-    """Seen by chance, in one of some hundred batches: the step is another in other company."""
-    x, samples = torch.randn(16, 8, generator=seeded(3)), [7, 2, 11, 5]
-    with torch.no_grad():
-        for mix, holds in ((0.0, True), (1e-3, False), (1e-6, False)):
-            model = OnAGrid(mix)
-            model.c.weight.copy_(torch.tensor([[1.0, 0.01 * k] for k in range(5)]))
-            in_batch = in_batch_of(ModelView.of(model), Batch(x, 16, 0), model(x))
-            moved = one_step_off(model, x, samples)
-            assert in_batch.holds(samples, moved) is holds
-            assert not in_batch.holds(samples, moved + 0.1)
-
-
 @mark.parametrize("mix", [0.1, 1e-2, 1e-3])
 def test_interactions_above_a_grid_are_found(mix):
     for seed in range(3):
@@ -335,37 +309,8 @@ def test_a_random_model_is_not_taken_for_rounding(size):
     torch.manual_seed(0)
     model = Cast(Written(lambda m, x: m.a(x) + size * torch.rand(len(x), 4), a=nn.Linear(5, 4)))
     x = torch.randn(6, 5)
-    assert measured_noise(RoundingProbe(Subject.of(ModelView.of(model)), x)) is None
     with raises(fastlr.RandomForwardError):
         norms(model, x, torch.randn(6, 4))
-
-
-# -- what is allowed
-# --------------------------------------------------------------------------------------------------
-
-
-def test_where_nobody_can_tell_a_row_speaks_by_its_median():
-    torch.manual_seed(0)
-    want = torch.randn(1, 1000)
-    want[0, 7] = 1e-5
-    want[0, 3] = -1e9
-    got = want * (1 + 1e-7 * torch.randn(1, 1000))
-    got[0, 7] += 2e-6
-    got[0, 3] = -1e9
-    assert agree(want, got, 1e-3, lambda: None)
-    assert not agree(want, got, 1e-3)  # nobody is asked: an element is held to itself
-    for place in (7, 9):
-        other = got.clone()
-        other[0, place] += 5e-3
-        assert not agree(want, other, 1e-3, lambda: None), "a logit of -1e9 hides it"
-
-
-def test_measured_rounding_is_each_columns_own():
-    want = torch.tensor([[1e-6, 1.0], [2e-6, 1.0]])
-    allowed = torch.tensor([[0.0, 1.0], [1e-7, 1.0]])
-    noise = Noise(allowed, own=True)
-    assert agree(want, want + torch.tensor([9e-8, 0.5]), 1e-3, lambda: noise)
-    assert not agree(want, want + torch.tensor([2e-7, 0.0]), 1e-3, lambda: noise)
 
 
 # -- float64 copies that alone are not finite
@@ -403,7 +348,7 @@ def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on():
     got = norms(model, xs, v)
     exact = sq_norms_in_batch(model, model(*xs), v)
     assert_close(got, exact, rtol=1e-4, atol=0)
-    assert "own dtype" in fastlr.support_report(model, xs).subject
+    assert fastlr.support_report(model, xs).subject == "float32 copy"
 
 
 def test_interactions_are_found_where_the_copy_is_not_finite():

@@ -67,7 +67,6 @@ def test_they_are_proven_on_four_samples(rearranged, count):
     """Six and ten have halves of an odd number."""
     engine = holds(model(rearranged), batch(count))
     assert engine.folding.blocks.folded
-    assert engine.ledger.subject == "perturbed float64 copy"
     assert not [note for note in engine.ledger.notes if "rows are found" not in note]
 
 
@@ -103,11 +102,6 @@ def test_they_are_not_spared_the_proof():
     net, x = model(mixed), batch(6)
     with raises(InteractionError):
         fastlr.per_sample_grad_sq_norms(net, x, torch.ones(6, 3, dtype=x.dtype))
-
-
-def test_others_are_proven_on_three():
-    engine = holds(model(lambda h: h), batch(6))
-    assert engine.known.few_samples.count == 3
 
 
 @mark.parametrize("most", [7, 8, 16, 50])

@@ -1,4 +1,4 @@
-"""What the first call costs: one proof tells everything, or two where it refutes folded blocks."""
+"""Number of checks in the first call: two at most where it refutes folded blocks."""
 
 import torch
 from exact import truth
@@ -7,10 +7,7 @@ from pytest import importorskip, mark
 from single_samples import Written
 from torch import nn
 
-from fastlr.ghost.batch import Batch
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.verification import company
 
 
 def block(channels, after):
@@ -55,14 +52,14 @@ def first_call(model, x, v, want):
     return engine, got.routes
 
 
-@mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
-def test_all_folds_are_refuted_at_once(after, proofs):
+@mark.parametrize(("after", "checks"), [(torch.neg, 2), (Unlisted.apply, 2)])
+def test_all_folds_are_refuted_at_once(after, checks):
     torch.manual_seed(0)
     model = four_blocks(after)
     x = torch.randn(5, 3, 4, 4).double()
     v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)
-    assert engine.known.proofs == proofs
+    assert engine.known.checks == checks
     assert set(routes.values()) == {"rule"}
     assert set(engine.folding.blocks.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
     assert set(engine.folding.blocks.folded) == {"0.0.weight"}
@@ -89,7 +86,7 @@ MODELS = {
 @mark.parametrize("dtype", [torch.float64, torch.float32])
 @mark.parametrize("name", MODELS)
 @mark.parametrize("validated", [False, True])
-def test_image_models_take_two_proofs_at_most(name, dtype, validated):
+def test_image_models_take_two_checks_at_most(name, dtype, validated):
     timm = importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **MODELS[name]).eval().to(dtype)
@@ -103,22 +100,8 @@ def test_image_models_take_two_proofs_at_most(name, dtype, validated):
         with torch.no_grad():
             model(x)
     engine, routes = first_call(model, x, v, want)
-    assert engine.known.proofs <= 2
+    assert engine.known.checks <= 2
     assert set(routes.values()) == {"rule"}
     biases = [key for key in want if key.endswith("attention_biases")]
     assert biases
     assert all(bool((want[key] > 0).all()) for key in biases)
-
-
-def test_rounding_is_measured_once_for_all_companies(monkeypatch):
-    """Halves of the batch and single samples differ from it by rounding in bfloat16."""
-    measured = []
-    model_noise = company.model_noise
-    monkeypatch.setattr(company, "model_noise", lambda *a: measured.append(1) or model_noise(*a))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(300, 400), nn.Tanh(), nn.Linear(400, 200)).bfloat16()
-    x = torch.randn(40, 300).bfloat16()
-    in_batch = company.in_batch_of(ModelView.of(model), Batch(x, 40, 0), model(x))
-    measured.clear()
-    assert all(in_batch.holds([j, j], model(x[[j, j]]) + 1e-3) for j in range(40))
-    assert sum(measured) == 1

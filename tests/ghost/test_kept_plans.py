@@ -240,15 +240,15 @@ def test_a_shared_input_as_long_as_the_batch(batch, shared):
 # --------------------------------------------------------------------------------------
 
 
-def test_a_position_table_cut_to_many_lengths_is_proven_once(proofs):
+def test_a_position_table_cut_to_many_lengths_is_proven_once(checks):
     parts = {"table": nn.Parameter(torch.randn(90, 4)), "layer": nn.Linear(4, 3)}
     model = Written(lambda m, x: m.layer((x + m.table[: x.shape[1]]).tanh()).sum(1), **parts).eval()
     for length in range(3, 80, 7):
         right(model, (torch.randn(5, length, 4),), torch.randn(5, 3))
-    assert len(proofs) == 1
+    assert len(checks) == 1
 
 
-def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
+def test_a_hook_put_on_at_every_call_is_proven_once(checks):
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     x, v = torch.randn(6, 5), torch.randn(6, 3)
 
@@ -260,14 +260,14 @@ def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
         right(model, (x,), v)
         handle.remove()
     # The code is the same: another factor means new layouts and a sample that is looked at.
-    assert len(proofs) == 1
+    assert len(checks) == 1
 
 
-def test_one_sample_is_proven_once(proofs):
+def test_one_sample_is_proven_once(checks):
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     for _ in range(3):
         right(model, (torch.randn(1, 5),), torch.randn(1, 3))
-    assert len(proofs) == 1
+    assert len(checks) == 1
 
 
 @mark.filterwarnings("ignore::fastlr.FastlrWarning")
@@ -353,4 +353,4 @@ def test_samples_one_by_one_take_one_proof_together():
     x = torch.randn(4, 2, 3, 3)
     for samples in (x, *x.split(1)):
         right(model, (samples,), torch.ones(len(samples), 3))
-    assert engine_for(model).known.proofs == 2
+    assert engine_for(model).known.checks == 2

@@ -62,7 +62,7 @@ def test_below_what_is_trained_they_are_data(layout):
 
 
 FAULTS = {
-    "samples of the batch interact": (lambda m, z: m.last(z) + z.mean(0), InteractionError),
+    "samples interact": (lambda m, z: m.last(z) + z.mean(0), InteractionError),
     "parameter last.weight": (lambda m, z: z + m.last(z).detach(), HiddenParameterError),
 }
 

@@ -183,7 +183,7 @@ def test_a_gradient_that_is_written_to_is_not_taken_for_what_it_was(first):
     layers = {"first": (4, 8), "one": (8, 8), "other": (8, 8), "last": (8, 3)}
     model = Written(forward, **{name: nn.Linear(*sizes) for name, sizes in layers.items()}).double()
     is_changed = first == "written"
-    with warned("no route but the loop is right") if is_changed else nullcontext():
+    with warned("audit of a sample: off by") if is_changed else nullcontext():
         holds(model, torch.randn(6, 3, 4, dtype=torch.float64), route=None)
 
 

@@ -115,7 +115,6 @@ CALLS = [
     (InputError, "of type list.*torch.as_tensor", lambda: of_labels(Y.tolist())),
     (InputError, "of type ndarray.*torch.as_tensor", lambda: of_labels(Y.numpy())),
     (InputError, "of type list.*torch.as_tensor", lambda: noise_scale(Y.tolist())),
-    (InputError, "a tensor of y is on meta", lambda: of_labels(Y.to("meta"))),
     (InputError, "loss must be a function", lambda: of_losses("mse")),
     (InputError, "instance of a loss, not MSELoss", lambda: of_losses(nn.MSELoss)),
     (InputError, "batch_size must be", lambda: of_losses(F.cross_entropy, batch_size=0)),

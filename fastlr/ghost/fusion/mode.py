@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fastlr import ops
 from fastlr.ghost import recurrent
 from fastlr.ghost.checkpoints import is_checkpointed
+from fastlr.ghost.control_flow import run_watched, runs_functions
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn
 from fastlr.ghost.fusion.blocks import Blocks
@@ -62,13 +63,15 @@ class Folding(TorchFunctionMode):
         blocks: what was found, and what is refused.
         inputs: of the forward pass, where kernels serve.
         idle: the model has nothing to fold, and is run as it is.
+        hooks_tensors: Whether a forward pass has registered hooks on tensors, which may change any
+            gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks()
         self.inputs: Any = None
-        self.idle = False
+        self.idle = self.hooks_tensors = False
         self._reads_by_autocast_convolutions = self._other_reads = 0
 
     @property
@@ -121,6 +124,9 @@ class Folding(TorchFunctionMode):
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
         call = Call(func, args, kwargs or {})
+        self.hooks_tensors |= func is Tensor.register_hook
+        if runs_functions(func):
+            return run_watched(func, args, call.kwargs, self.blocks.names)
         self._note_read_of_inputs(call)
         handler = HANDLERS.get(func)
         if handler is None or (handler is not metadata and is_checkpointed()):

@@ -3,40 +3,23 @@
 Outputs are compared element by element. A difference is judged by the element's own size and by
 that of its sample and its column, not by the largest output: one masked logit of -1e9 or one column
 of 1e10 must not hide what the others do. Where that is not enough (a column that is nothing but
-rounding), the rounding is measured (fastlr.ghost.verification.noise).
+rounding), the caller measures the rounding (fastlr.ghost.verification.company).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
-from fastlr.ghost.batch import Batch
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.verification.clone_or_model import CloneOrModel
-from fastlr.ghost.verification.copies import Subject
-from fastlr.ghost.verification.noise import (
-    Noise,
-    RoundingProbe,
-    distance,
-    gap,
-    kinds_but_casts,
-    lowest_dtype,
-)
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
-# Differences of this many times the largest rounding measured in a column are taken for rounding.
-MARGIN = 32
-# Likewise where products have fewer digits than their sums, which alone depend on the company.
-_MARGIN_OF_FEW_DIGITS = 2
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
+_PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
 LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
-_TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
 def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
@@ -49,29 +32,30 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
     return torch.float32 in dtypes and narrow_products(device.type)
 
 
-def rounding(dtype: torch.dtype, *, low: bool) -> float:
-    """Relative difference of outputs that is taken for rounding unseen; more is measured."""
-    if low:
+def has_few_digits(parameters: Iterable[Tensor], device: torch.device) -> bool:
+    """Return True if parameters or autocast have fewer digits than float32."""
+    narrow = any(p.dtype.itemsize < 4 for p in parameters)
+    return narrow or torch.is_autocast_enabled(device.type)
+
+
+def rounding(dtype: torch.dtype, *, low: bool = False) -> float:
+    """Return the relative difference of outputs in a dtype that is rounding; ``low``: TF32 too."""
+    if low or dtype.itemsize < 4:
         return 0.02
     return _DOUBLE if dtype == torch.float64 else 1e-3
 
 
 def agree(
-    want: Tensor,
-    got: Tensor,
-    relative: float,
-    noise: Callable[[], Noise | None] | None = None,
-    out_dim: int = 0,
+    want: Tensor, got: Tensor, relative: float, out_dim: int = 0, rounding: Tensor | None = None
 ) -> bool:
     """Return True if outputs of the same samples are the same but for rounding.
 
     Args:
-        want: outputs, samples along ``out_dim``.
-        got: the same samples' outputs, computed in another way or in other company.
-        relative: difference, in parts of an element's size, that needs no explanation.
-        noise: asked where that is exceeded; how far outputs of some samples are off by rounding,
-            samples along the same axis, or None if nobody can tell.
-        out_dim: the samples' axis.
+        want: Outputs, samples along ``out_dim``.
+        got: The same samples' outputs, computed in another way or in other company.
+        relative: Difference, in parts of an element's size, that needs no explanation.
+        out_dim: Sample axis.
+        rounding: Measured rounding of one sample's elements, allowed on top.
     """
     if want.shape != got.shape:
         return False
@@ -83,28 +67,22 @@ def agree(
         return True
     every = max(1, a.shape[1] // _SEEN)
     rows = _typical(a[:, ::every], b[:, ::every], 1)
-    doubtful = _doubtful(a, b, relative, rows)
-    if not doubtful:
-        return True
-    measured = noise and noise()
-    rounded: Tensor | None = None
-    if measured:
-        rounded = _finite(measured.allowed.movedim(out_dim, 0).reshape(-1, a.shape[1])).amax(0)
-    for part in doubtful:
-        size = _size(a, b, part, rows)
-        allowed = relative * torch.maximum(size, _finite(b[:, part]).amax(0))
-        if measured and rounded is not None:
-            if measured.own:
-                allowed = torch.maximum(allowed, rounded[part])
-            else:
-                allowed = rounded[part] + 1e-3 * relative * size
-        elif noise is not None:  # nobody can tell: the row speaks, too
-            allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
-        difference = gap(a[:, part], b[:, part])
-        needs_an_explanation = difference > relative * size
-        if (needs_an_explanation & (difference > allowed)).any():
+    step = max(1, _PART // len(a))
+    for start in range(0, a.shape[1], step):
+        part = slice(start, start + step)
+        size = rows if relative > LARGEST_OF_FLOAT32 else _size_of_others(a, b, part, rows)
+        allowed = relative * torch.maximum(_finite(a[:, part]), size)
+        if rounding is not None:
+            allowed = allowed + rounding.flatten()[part]
+        if (gap(a[:, part], b[:, part]) > allowed).any():
             return False
     return True
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """Return distances of elements; 0 where both are NaN or the same infinity."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
 
 
 def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
@@ -113,24 +91,13 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
     return a, b
 
 
-def _doubtful(a: Tensor, b: Tensor, relative: float, rows: Tensor) -> list[slice]:
-    """Return the parts of the elements that hold a difference beyond ``relative``."""
-    step = max(1, _PART // len(a))
-    parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    return [p for p in parts if (gap(a[:, p], b[:, p]) > relative * _size(a, b, p, rows)).any()]
-
-
 def _finite(a: Tensor) -> Tensor:
     return torch.where(a.isfinite(), a.double().abs(), 0.0)
 
 
-def _size(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
-    """Return the size that an element's difference is measured by.
-
-    It is its own, or that of its sample's and its column's others.
-    """
-    columns = _typical(a[:, part], b[:, part], 0)
-    return torch.maximum(_finite(a[:, part]), torch.minimum(rows, columns))
+def _size_of_others(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
+    """Return the size of the other elements of an element's sample, or column if that is less."""
+    return torch.minimum(rows, _typical(a[:, part], b[:, part], 0))
 
 
 def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -139,101 +106,10 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def measured_noise(
-    probe: RoundingProbe, bits_vary: Callable[[], bool] | None = None
-) -> Noise | None:
-    """Measure how far the outputs of a few samples are off by rounding.
-
-    None if nobody can tell (random ones).
-
-    Another precision tells where the whole forward pass takes it. Where the model casts, its
-    parameters are moved.
-
-    Args:
-        probe: the model and the samples.
-        bits_vary: asked before parameters are moved, whether a sample's bits depend on its company
-            at all; None: they may.
-    """
-    first = probe.run()
-    if first is None:
-        return None
-    own, lowest = first.detach(), lowest_dtype(first)
-    other = probe.in_other_precision(own)
-    by_precision = None if other is None else Noise(MARGIN * other.off, own=False)
-    if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
-        return by_precision
-    low = low_precision(own.device, {lowest})
-    step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
-    if not _is_repeatable(probe, own, min(MARGIN * step, rounding(lowest, low=low))):
-        return by_precision
-    if bits_vary is not None and not bits_vary():
-        return by_precision
-    moved = probe.with_moves(own, step)
-    if moved is None:
-        return by_precision
-    allowed = (_MARGIN_OF_FEW_DIGITS if low else MARGIN) * moved
-    if by_precision is None:
-        return Noise(allowed, own=True)
-    return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
-
-
-def model_noise(view: ModelView, x: Any) -> Noise | None:
-    """Measure how far a model's own outputs for some samples are off by rounding.
-
-    None if nobody can tell.
-
-    A clone runs in its place where one was found to be right: other threads do not see the model
-    with other tensors then.
-    """
-    clone_or_model = CloneOrModel(view, x)
-    clone_or_model.take_known_clone()
-    probe = RoundingProbe(Subject.of(view, clone_or_model), x)
-    return clone_or_model.carry_out(lambda: measured_noise(probe))
-
-
-def noise_by_truth(view: ModelView, batch: Batch, company: Sequence[int]) -> Noise | None:
-    """Measure how far a batch's output is off by rounding, where its samples do not interact.
-
-    The output is that of the model as it is, not the one that is in question.
-
-    A model that casts to float32 itself has no float64 copy: it is run in float64 with these casts
-    lifted. There the company in question must give what it gives in the batch to float64's digits.
-    None if it does not, or if the model does not run so, or by another graph: it may go by dtypes.
-
-    Args:
-        view: the model.
-        batch: all samples.
-        company: numbers of samples whose outputs were another in it; a single one is run beside a
-            copy, as it is in audits.
-    """
-    company = [*company] * 2 if len(company) == 1 else company
-    clone_or_model = CloneOrModel(view, batch.pick(range(batch.count)))
-    clone_or_model.take_known_clone()
-    subject = Subject.of(view, clone_or_model)
-
-    def truth() -> Noise | None:
-        whole = RoundingProbe(subject, batch.pick(range(batch.count)))
-        own, exact = whole.run(), whole.with_casts_lifted()
-        if own is None or exact is None or exact.shape != own.shape:
-            return None
-        if low_precision(own.device, {lowest_dtype(own)}):
-            return None
-        if kinds_but_casts(own) != kinds_but_casts(exact):
-            return None
-        apart = RoundingProbe(subject, batch.pick(company)).with_casts_lifted()
-        numbers = torch.tensor(company, device=exact.device)
-        together = exact.detach().index_select(view.out_dim, numbers)
-        if apart is None or not agree(together, apart, _DOUBLE, None, view.out_dim):
-            return None
-        return Noise(MARGIN * distance(own.detach(), exact.detach()), own=False)
-
-    return clone_or_model.carry_out(truth)
-
-
-def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:
-    """Return True if another forward pass gives the same but for rounding: it draws nothing."""
-    again = probe.run()
-    return again is not None and agree(own, again.detach(), relative)
+def typical_size(row: Tensor) -> float:
+    """Return the median size of the finite elements of one sample's output."""
+    sizes = row.detach().double().abs()
+    return float(sizes[sizes.isfinite()].median().nan_to_num(0.0)) if sizes.numel() else 0.0
 
 
 def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Tensor:
@@ -260,13 +136,11 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
     """Return on the device whether outputs of one sample differ by more than needs no explanation.
 
-    In few digits an element is judged by the sample's others, too.
+    An element is judged by its own size and, as far as rounding goes, by the sample's others.
     """
     a, b = _by_sample(own, got, out_dim)
-    size = _finite(a)
-    if relative > LARGEST_OF_FLOAT32:
-        size = torch.maximum(size, _typical(a, b, 1))
-    return (gap(a, b) > relative * size).any()
+    part = 1.0 if relative > LARGEST_OF_FLOAT32 else _PART_OF_OTHERS
+    return (gap(a, b) > relative * torch.maximum(_finite(a), part * _typical(a, b, 1))).any()
 
 
 def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:

@@ -3,9 +3,8 @@
 The passes run on the batch at hand.
 
 With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be
-scaled, row by row, by the factors of the sample that the row belongs to. This tells the rows where
-the graph does not (fastlr.ghost.ownership), in every batch anew, and holds what the graph tells to
-the first batch of a shape.
+scaled, row by row, by the factors of the sample that the row belongs to. This finds the rows where
+the graph does not show them (fastlr.ghost.ownership), in every batch.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from fastlr.ghost.sample_axis import (
     Layout,
     Marks,
     Ragged,
-    Regular,
     candidates,
     explains,
     row_sums,
 )
-from fastlr.ghost.verification.record import Ledger
 
 Options = Mapping[Place, list[Layout]]
 
@@ -95,27 +92,6 @@ def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
     """All layouts that an output could have: regular ones, then rows in any order."""
     shape = graph.shape(*place)
     return [*candidates(shape, count), *_any_order(shape)]
-
-
-def likely_layouts(
-    graph: Graph, structure: Structure, ledger: Ledger, count: int, known: Mapping[Place, Regular]
-) -> dict[Place, list[Layout]]:
-    """The layouts that each output of a use may have in this batch.
-
-    Where the graph tells it (``known``), that one; elsewhere those of the proof, fitted to the
-    shapes, and rows in any order.
-    """
-    likely: dict[Place, list[Layout]] = {}
-    for node, uses in structure.by_node.items():
-        proven = [ledger.uses[u.key].layouts for u in uses if u.key in ledger.uses]
-        for output in range(graph.outputs(node)):
-            place, shape = (node, output), graph.shape(node, output)
-            if place in known:
-                likely[place] = [known[place]]
-                continue
-            fits = (c.fits(shape, count) for layouts in proven for c in layouts.get(output, []))
-            likely[place] = [*(fit for fit in fits if fit is not None), *_any_order(shape)]
-    return likely
 
 
 def _any_order(shape: torch.Size) -> list[Layout]:

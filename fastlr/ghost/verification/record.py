@@ -1,90 +1,102 @@
-"""The record of what has been proven of a model, by local structure.
-
-That is by node kind, slot, and the parameter side below.
-
-So a larger batch, whose graph has the same uses, needs no new proof.
-"""
+"""How the parameters of a model are measured, as far as its graphs and audits have shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from fastlr.ghost.backward import Routes
-from fastlr.ghost.graph import Graph
-from fastlr.ghost.sample_axis import Layout
 
 
 @dataclass
-class UseProof:
-    """The proof of one kind of use."""
+class ParameterRoute:
+    """How one parameter is measured.
 
-    layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
-    route: str  # "rule", "node"
-    reason: str = ""
+    Attributes:
+        route: "rule", "node", "loop" or "zero".
+        deviation: Largest ``|fast - exact|`` of its squared norm in audits of new plans, in parts
+            of the sample's total.
+        was_tested: Whether its gradient was nonzero for some audited sample.
+        kinds: Kinds of the nodes that use it.
+        axes: Sample axes at these nodes.
+        reason: Why it is not measured by rules.
+        keys: Keys of its uses.
+    """
 
-
-@dataclass
-class ParameterProof:
-    """The proof of one parameter."""
-
-    route: str  # "rule", "node", "loop", "zero"
-    deviation: float = (
-        0.0  # largest |fast - truth| over the samples, relative to the sample's total
-    )
-    was_tested: bool = True  # False: its gradient was zero on the samples of the proof
+    route: str
+    deviation: float = 0.0
+    was_tested: bool = False
     kinds: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     reason: str = ""
+    keys: tuple[tuple, ...] = ()
 
 
 @dataclass
 class Ledger:
-    """Everything proven so far of a model in one state of its flags."""
+    """What graphs and audits have shown of a model in one state of its flags.
 
-    parameter_side: set[tuple] = field(default_factory=set)  # (key, shapes)
-    sample_side: set[tuple] = field(default_factory=set)  # keys
-    uses: dict[tuple, UseProof] = field(default_factory=dict)
-    parameters: dict[str, ParameterProof] = field(default_factory=dict)
-    # Of parameters that a proof has found not to move the output.
+    Attributes:
+        parameters: Routes by name of parameter.
+        rules_given_up: Keys of uses that their nodes' own formulas measure, with the reasons.
+        sets_without_effect: Sets of parameters that were found not to move the output.
+        reason_to_look: Why all batches are compared with parts of them; "" if they are not.
+        others: Shapes of leaves that require grad and are no parameters.
+        dtype: Least precise dtype in the graph.
+        notes: Notes for the report.
+        without_rows: Kinds of nodes below which the graph does not say whose rows are whose.
+    """
+
+    parameters: dict[str, ParameterRoute] = field(default_factory=dict)
+    rules_given_up: dict[tuple, str] = field(default_factory=dict)
     sets_without_effect: list[frozenset[str]] = field(default_factory=list)
-    # Keys of what is computed of parameters and data.
-    varying: set[tuple] = field(default_factory=set)
-    reason_to_look: str = ""  # why all batches are compared with parts of them
+    reason_to_look: str = ""
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
-    subject: str = ""
     notes: list[str] = field(default_factory=list)
-    # Kinds of nodes of which nobody said how they keep the rows of samples apart.
     without_rows: set[str] = field(default_factory=set)
 
-    def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
-        """Sides of nodes as far as proven (see Graph.classify)."""
-
-        def answer(i: int, key: tuple) -> bool | None:
-            if (key, graph.sizes[i]) in self.parameter_side:
-                return True
-            return False if key in self.sample_side else None
-
-        return answer
-
     def routes(self, *, tolerant: bool = False) -> Routes:
-        """Return the routes of uses as far as proven; in a proof any error gives up a rule."""
-        given_up = {key: self.uses[key].reason for key in self.rules_given_up}
-        return Routes(given_up, tolerant=tolerant)
+        """Return the routes of uses; with ``tolerant`` any error of a rule gives it up."""
+        return Routes(self.rules_given_up, tolerant=tolerant)
 
-    def enter_routes(self, routes: Routes) -> None:
-        """Keep which rules of proven uses were given up."""
-        for key in routes.given_up:
-            if key in self.uses:
-                self.uses[key].route = "node"
+    def give_up(self, reasons: Mapping[tuple, str]) -> None:
+        """Measure uses with these keys by their nodes' own formulas from now on."""
+        for key, reason in reasons.items():
+            if key in self.rules_given_up:
+                continue
+            self.rules_given_up[key] = reason
+            for entry in self.parameters.values():
+                if entry.route == "rule" and key in entry.keys:
+                    entry.route, entry.reason = "node", reason
 
-    @property
-    def rules_given_up(self) -> list[tuple]:
-        """Keys of the uses that no rule measures any more, but their node's own formula."""
-        return [key for key, use in self.uses.items() if use.route == "node"]
+    def enter(self, name: str, entry: ParameterRoute) -> None:
+        """Enter a parameter that a graph has, unless an earlier entry says more."""
+        known = self.parameters.get(name)
+        if known is None or known.route == "zero":
+            self.parameters[name] = entry
+        elif known.route != "loop":
+            known.keys = tuple(dict.fromkeys((*known.keys, *entry.keys)))
+        entry = self.parameters[name]
+        given_up = [key for key in entry.keys if key in self.rules_given_up]
+        if given_up and entry.route == "rule":
+            entry.route, entry.reason = "node", self.rules_given_up[given_up[0]]
+
+    def enter_audit(self, name: str, deviation: float) -> None:
+        """Enter an audited sample in which a parameter had a gradient."""
+        entry = self.parameters[name]
+        entry.was_tested = True
+        entry.deviation = max(entry.deviation, deviation)
+
+    def step_down(self, name: str, reason: str) -> None:
+        """Measure a parameter by the next slower route: its nodes' own formulas, then the loop."""
+        entry = self.parameters[name]
+        if entry.route == "rule" and entry.keys:
+            self.give_up(dict.fromkeys(entry.keys, reason))
+        else:
+            entry.route, entry.reason = "loop", reason
 
     def note(self, text: str) -> None:
         """Keep a note for the report, once."""
@@ -93,12 +105,14 @@ class Ledger:
 
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""
-        self.parameters |= {name: ParameterProof("loop", reason=reason) for name in names}
+        for name in names:
+            entry = self.parameters.setdefault(name, ParameterRoute("loop"))
+            entry.route, entry.reason = "loop", reason
 
-    def send_to_loop(self, name: str, reason: str) -> None:
-        """Measure a proven parameter by the loop from now on; the rest of its proof stays."""
-        proof = self.parameters[name]
-        proof.route, proof.reason = "loop", reason
+    @property
+    def parameters_in_graph(self) -> frozenset[str]:
+        """Names of parameters that graphs have had."""
+        return frozenset(name for name, p in self.parameters.items() if p.route != "zero")
 
     @property
     def loop(self) -> frozenset[str]:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
-from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was
-from fastlr.ghost.verification.copies import subjects
+from fastlr.ghost.verification.deep_copy import deep_copy, move
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
 from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
 from fastlr.metrics.written_relus import ELEMENTWISE
@@ -317,9 +316,9 @@ def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool
 
     This is tried on every other unit of each layer.
     """
-    subject = next(subjects(ModelView.of(model), 1.0, seed=0))
-    tensors = subject.tensors
-    assert tensors is not None  # the first subject is a functional copy
+    subject, example = deep_copy(model, torch.float64), example.double()
+    move(subject.parameters())
+    tensors = {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
     tried = [torch.arange(0, u.count, 2, device=example.device) for u in units]
     for u, rows in zip(units, tried, strict=True):
         for reader in u.readers:

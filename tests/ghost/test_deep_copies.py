@@ -1,0 +1,240 @@
+"""Deep copies on which few digits and zeros are checked (fastlr.ghost.verification.deep_copy)."""
+
+import threading
+import warnings
+from contextlib import suppress
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from expected import refused
+from pytest import mark, raises
+from torch import nn
+
+import fastlr
+from fastlr.errors import HiddenParameterError, InteractionError
+from fastlr.ghost.api import engine_for
+
+norms = fastlr.per_sample_grad_sq_norms
+
+
+def samples(shape, count=8):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+
+
+# -- models that hold themselves
+# --------------------------------------------------------------------------------------------------
+
+
+class Reading(nn.Module):
+    """A model whose forward pass is a function of itself and what it holds."""
+
+    def __init__(self, function, **held):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.function = function
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.head(self.function(self, torch.tanh(self.layer(x))))
+
+
+def by_closure(make):
+    """A model of which something else than its modules reads a parameter."""
+    model = Reading(lambda module, h: h)
+    make(model)
+    return model.eval()
+
+
+def closure(model):
+    model.function = lambda _, h: h * model.layer.weight.mean()
+
+
+def closure_of_data(model):
+    model.function = lambda _, h: h + model.layer.bias.data
+
+
+def closure_of_number(model):
+    model.function = lambda _, h: h * model.layer.bias[0].item()
+
+
+def closure_of_list(model):
+    model.function = lambda _, h: h + sum(model.layer.bias.tolist())
+
+
+def hook(model):
+    model.layer.register_forward_hook(lambda module, args, result: result * model.head.bias.mean())
+
+
+def patched(model):
+    forward = model.head.forward
+    model.head.forward = lambda h: forward(h) + model.layer.weight.sum()
+
+
+def partly(model):
+    model.head.forward = partial(
+        lambda module, h: F.linear(h, module.weight, module.bias), model.head
+    )
+
+
+class ModuleHolder:
+    """An object that is no module."""
+
+    def __init__(self, module):
+        self.module = module
+
+
+def in_an_object(model):
+    model.held = ModuleHolder(model.layer)
+    model.function = lambda module, h: module.held.module(h)
+
+
+def registered(model):
+    places = {id(model): 2.0}
+    model.function = lambda module, h: h * places.get(id(module), 1.0)
+
+
+def in_a_thread(model):
+    def elsewhere(module, h):
+        results = []
+
+        def work():
+            with suppress(RuntimeError):
+                results.append(model.layer(h))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return results[0]
+
+    model.function = elsewhere
+
+
+def bound(model):
+    model.head.forward = nn.Linear.forward.__get__(model.head)
+
+
+def listed(model):
+    model.layers = [model.layer, {"head": (model.head,)}]
+    model.function = lambda module, h: module.layers[0](h)
+
+
+def own_hook(model):
+    model.layer.register_forward_hook(lambda module, args, result: result * module.bias.mean())
+
+
+READERS = [closure, hook, patched, partly, in_an_object, registered, in_a_thread]
+READERS += [bound, listed, own_hook]
+
+
+@mark.parametrize("zero_head", [False, True])
+@mark.parametrize("make", READERS)
+def test_what_reads_the_model_itself_is_right(make, zero_head):
+    """With a head of zeros a copy is checked, which may read the model instead of itself."""
+    torch.manual_seed(0)
+    model, x, v = by_closure(make), samples((4,)), samples((3,))
+    if zero_head:
+        nn.init.zeros_(model.head.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = norms(model, x, v, per_parameter=True)
+    for name, want in exact(model, x, v).items():
+        assert torch.allclose(got[name], want, rtol=1e-4), name
+
+
+@mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
+def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(make):
+    model = by_closure(make)
+    # Its bias is read nowhere else.
+    model.layer.forward = lambda x: F.linear(x, model.head.weight.new_ones(4, 4))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with refused(r"layer\.bias", HiddenParameterError):
+        norms(model, samples((4,)), samples((3,)))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+# -- what copies show
+# --------------------------------------------------------------------------------------------------
+
+
+class LowRank(nn.Module):
+    """A linear layer with an update of low rank, whose second factor is zero at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 5)
+        self.first, self.second = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.second(torch.tanh(self.first(x)))
+
+
+def test_a_factor_without_a_gradient_is_checked_where_zeros_have_moved():
+    torch.manual_seed(0)
+    model, x, v = LowRank().eval(), samples((6,)), samples((5,))
+    got = norms(model, x, v, per_parameter=True)
+    assert not got["first.weight"].any()
+    assert engine_for(model).known.by_flags
+    report = {p.name: p for p in fastlr.support_report(model, x).parameters}
+    assert report["first.weight"].proven
+    assert report["first.weight"].deviation < 1e-10
+    assert not model.second.weight.any(), "the model is as it was"
+
+
+def shared_step(h):
+    """Quantised by a step that the largest of all samples sets."""
+    step = h.detach().abs().amax() / 127
+    return h + ((h / step).round() * step - h).detach()
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.second(shared_step(torch.tanh(self.first(x))))
+
+
+@mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_that_samples_share_is_found_in_few_digits(dtype):
+    """It is below a hundredth, which bfloat16's own tolerance hides."""
+    torch.manual_seed(0)
+    model, x = Quantised().to(dtype).eval(), samples((6,)).to(dtype)
+    with raises(InteractionError):
+        norms(model, x, samples((5,)))
+
+
+def test_under_autocast_too():
+    torch.manual_seed(0)
+    model, x = Quantised().eval(), samples((6,))
+    with torch.autocast("cpu", torch.bfloat16), raises(InteractionError):
+        norms(model, x, samples((5,)))
+
+
+def test_a_model_that_cannot_be_copied_is_measured_as_it_is():
+    torch.manual_seed(0)
+    model, x, v = LowRank().bfloat16().eval(), samples((6,)).bfloat16(), samples((5,))
+    model.handle = threading.Lock()  # which cannot be copied
+    got = norms(model, x, v)
+    assert bool((got > 0).all())
+    assert any("no deep copy" in note for note in fastlr.support_report(model, x).notes)
+
+
+def exact(model, x, v):
+    """Squared norms by one backward pass a sample, in float64.
+
+    Each stands beside a copy whose cotangent is zero.
+    """
+    parameters = dict(model.named_parameters())
+    rows = []
+    for sample, cotangent in zip(x, v, strict=True):
+        z = model(torch.stack([sample, sample]))
+        grads = torch.autograd.grad(
+            z[0], list(parameters.values()), cotangent, materialize_grads=True
+        )
+        rows.append(torch.stack([g.double().square().sum() for g in grads]))
+    return dict(zip(parameters, torch.stack(rows, 1), strict=True))
