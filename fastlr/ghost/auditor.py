@@ -171,7 +171,7 @@ class Scale(NamedTuple):
             scaled: Squared norms for it times two to the power of ``exponent``.
             parameters: The parameters.
         """
-        elements = torch.tensor([p.numel() for p in parameters], device=norms.device)
+        elements = norms.new_tensor([p.numel() for p in parameters])
         allowed = self.close * norms.sum() + elements * self.tiny**2
         if not bool(((scaled * 4.0**-self.exponent - norms).abs() <= allowed).all()):
             times = f"2^{self.exponent} times"
