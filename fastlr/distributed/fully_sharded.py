@@ -202,7 +202,7 @@ def _parameter(tensor: Tensor, shard: Any) -> nn.Parameter:
 
     A frozen one is the object of last time, if the values are those of last time.
 
-    A forward pass may branch on what is frozen: the model would have to be proven again for
+    A forward pass may branch on what is frozen: the model would have to be checked again for
     another object.
     """
     if shard.requires_grad:
@@ -284,7 +284,7 @@ class _Casts:
     """The casts of a unit's mixed-precision policy around the forward passes of its modules.
 
     Of several modules in one unit, the first to run has its inputs cast, the last its output. Where
-    the parameters are float64, as on the copy of a proof, all is.
+    the parameters are float64, as on a deep copy, all is.
     """
 
     def __init__(self, unit: Unit, places: list[tuple[nn.Module, str]]) -> None:

@@ -177,7 +177,7 @@ def sharded(
     Args:
         group: Process group of the ranks; by default all.
         timeout: Seconds for which a rank waits for the others: longer than a chunk of inputs and
-            the first call's proof take.
+            the first call's checks take.
 
     Raises:
         InputError: torch.distributed is not initialised, the group is not this rank's, it is

@@ -44,7 +44,7 @@ class Passes:
 
     Attributes:
         dtype: of the floating-point inputs: the model's when the measurement began.
-        engine: that of the model, which others use too: a model is proven once.
+        engine: Engine of the model, which others use too.
         predictive: the distribution of the labels; where none was given the default, once an output
             was seen.
         axes: of the output, once one was seen.

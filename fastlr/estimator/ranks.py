@@ -94,7 +94,7 @@ def holds_on_all(
     clean, off, loop, disproved = zip(*states, strict=True)
     if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
         chunks.note(
-            "an audit found that the model had changed: it was proven again and measured again"
+            "an audit found that the model had changed: it was checked again and measured again"
         )
         engine.distrust()
     else:

@@ -1,6 +1,6 @@
 """Per-sample squared gradient norms of any module by a walk over the autograd graph.
 
-They are proven on three samples.
+Random samples of every measurement are compared with plain autograd.
 """
 
 from fastlr.ghost.api import per_sample_grad_sq_norms, support_report

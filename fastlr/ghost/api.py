@@ -82,7 +82,7 @@ def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
     """Require that samples have the gradients within their batch that they have alone.
 
     A measure that differentiates a whole batch rests on that. Where all parameters go by rules, the
-    proof says so; for the loop over samples it need not be.
+    audits say so; for the loop over samples it need not be.
 
     Raises:
         InteractionError: a backward formula or a hook mixes samples, or counts those of the batch.
@@ -191,7 +191,7 @@ def per_sample_grad_sq_norms(
 def support_report(
     model: nn.Module, x: Any, *, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0
 ) -> SupportReport:
-    """Plan and prove for these inputs and tell, for every trainable parameter, how it is measured.
+    """Report for every trainable parameter how it is measured for these inputs.
 
     Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind,
     sample axis, route, largest deviation from the exact gradients of three samples); the rows are

@@ -21,7 +21,6 @@ from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import autocast_dtype, exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import forward_of, norm_tolerance
-from fastlr.ghost.planner import Chunk, batch_of
 from fastlr.ghost.verification.agreement import norms_close, outputs_differ, unexplained
 from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.record import Ledger
@@ -29,6 +28,47 @@ from fastlr.ghost.verification.record import Ledger
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
 SCALE, SMALL_SCALE = 20, 3  # exponents of two: so much larger cotangents; in dtypes of small range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
+
+
+class Scale(NamedTuple):
+    """How gradients are tested for whether they scale as the cotangent does.
+
+    Attributes:
+        exponent: Power of two by which cotangents are scaled.
+        close: Difference of squared norms that is rounding, in parts of their sum.
+        tiny: Smallest number of full precision.
+    """
+
+    exponent: int
+    close: float
+    tiny: float
+
+    @staticmethod
+    def of(dtypes: Collection[torch.dtype]) -> Scale:
+        """Return the scale for a graph with these dtypes."""
+        tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)
+        if any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes):
+            return Scale(SMALL_SCALE, 0.05, tiny)
+        digits = min((dtype.itemsize for dtype in dtypes), default=8)
+        return Scale(SCALE, {8: 1e-6, 4: 1e-3}.get(digits, 0.05), tiny)
+
+    def require(self, norms: Tensor, scaled: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Require that squared norms [parameters] scale.
+
+        Args:
+            norms: Squared norms for a cotangent.
+            scaled: Squared norms for it times two to the power of ``exponent``.
+            parameters: The parameters.
+        """
+        elements = norms.new_tensor([p.numel() for p in parameters])
+        allowed = self.close * norms.sum() + elements * self.tiny**2
+        if not bool(((scaled * 4.0**-self.exponent - norms).abs() <= allowed).all()):
+            times = f"2^{self.exponent} times"
+            raise NonlinearBackwardError(
+                f"gradients do not scale as the output's do: {times} the one does not give {times} "
+                "the others. Something changes them on the way, such as a hook that clips them or "
+                "adds to them; remove it for the measurement"
+            )
 
 
 class SampleAudit:
@@ -78,13 +118,21 @@ class SampleAudit:
         self.by_loop = torch.tensor(by_loop, device=z.device) if any(by_loop) else None
         self.tolerance = norm_tolerance(view, ledger, z.device)
 
-    def run(self) -> Tensor:
-        """Run the sample; return on the device whether its output and its norms [2] may differ."""
+    def run(self, scale: Scale | None = None) -> Tensor:
+        """Run the sample; return on the device whether its output and its norms [2] may differ.
+
+        Args:
+            scale: Scale by which its gradients are required to follow its cotangent, if any.
+        """
         samples = SingleSamples(
             forward_of(self.view, self.batch), self.view.out_dim, self.view.parameters
         )
-        beside = samples.run(0, [self.own_v])
+        v = self.own_v
+        beside = samples.run(0, [v] if scale is None else [v, v * 2.0**scale.exponent])
         self.row, self.exact = beside.row, torch.stack(beside.norms[0])
+        if scale is not None:
+            scaled = torch.stack(beside.norms[1])
+            scale.require(self.exact, scaled, self.view.parameters.values())
         relative = unexplained(self.own_row, self.view.parameters.values())
         differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
@@ -139,57 +187,6 @@ class SampleAudit:
         off = ((self.norms - self.exact).abs() / self.exact.sum()).tolist()
         named = zip(self.view.parameters, off, self.exact.tolist(), strict=True)
         return {name: deviation for name, deviation, exact in named if exact > 0}
-
-
-class Scale(NamedTuple):
-    """How gradients are tested for whether they scale as the cotangent does.
-
-    Attributes:
-        exponent: Power of two by which cotangents are scaled.
-        close: Difference of squared norms that is rounding, in parts of their sum.
-        tiny: Smallest number of full precision.
-    """
-
-    exponent: int
-    close: float
-    tiny: float
-
-    @staticmethod
-    def of(dtypes: Collection[torch.dtype]) -> Scale:
-        """Return the scale for a graph with these dtypes."""
-        tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)
-        if any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes):
-            return Scale(SMALL_SCALE, 0.05, tiny)
-        digits = min((dtype.itemsize for dtype in dtypes), default=8)
-        return Scale(SCALE, {8: 1e-6, 4: 1e-3}.get(digits, 0.05), tiny)
-
-    def require(self, norms: Tensor, scaled: Tensor, parameters: Iterable[Tensor]) -> None:
-        """Require that squared norms [parameters] scale.
-
-        Args:
-            norms: Squared norms for a cotangent.
-            scaled: Squared norms for it times two to the power of ``exponent``.
-            parameters: The parameters.
-        """
-        elements = norms.new_tensor([p.numel() for p in parameters])
-        allowed = self.close * norms.sum() + elements * self.tiny**2
-        if not bool(((scaled * 4.0**-self.exponent - norms).abs() <= allowed).all()):
-            times = f"2^{self.exponent} times"
-            raise NonlinearBackwardError(
-                f"gradients do not scale as the output's do: {times} the one does not give {times} "
-                "the others. Something changes them on the way, such as a hook that clips them or "
-                "adds to them; remove it for the measurement"
-            )
-
-
-def require_hooks_of_sample_to_scale(chunk: Chunk, sample: int, v: Tensor) -> None:
-    """Require that a sample's gradients scale as its cotangent does, hooks included."""
-    view, batch = chunk.view, batch_of(chunk)
-    scale, own = Scale.of(chunk.graph.float_dtypes()), view.row(v, sample)
-    samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
-    beside = samples.run(sample, [own, own * 2.0**scale.exponent])
-    norms, scaled = map(torch.stack, beside.norms)
-    scale.require(norms, scaled, view.parameters.values())
 
 
 def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -251,16 +248,22 @@ def _hooks_add(p: Tensor) -> bool:
     return torch.allclose(apart, together, rtol=rounding, atol=rounding * float(apart.abs().max()))
 
 
-def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
+def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor, *, always: bool = False) -> None:
     """Require that the gradient of <v, z> scales as v does, if parameters of the model have hooks.
 
-    So plain autograd is held to it where no sample is audited: that of a single sample, and of a
-    whole batch. The graph of z is kept.
+    So plain autograd is tested where no sample is audited: that of a single sample, and of a whole
+    batch. The graph of z is kept.
+
+    Args:
+        view: Model.
+        z: Output.
+        v: Cotangent.
+        always: Whether to test it whatever hooks there are.
 
     Raises:
-        NonlinearBackwardError: a hook of a parameter clips gradients, or adds to them.
+        NonlinearBackwardError: A hook clips gradients, or adds to them.
     """
-    if not view.has_hooked_parameters:
+    if not (always or view.has_hooked_parameters):
         return
     scale = Scale.of(walk(z, view.parameters).float_dtypes())
     to_unit_size = -max(math.frexp(float(v.abs().max()))[1], -1000)

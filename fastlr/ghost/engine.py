@@ -28,8 +28,8 @@ from fastlr.errors import (
 )
 from fastlr.ghost.auditor import (
     SampleAudit,
+    Scale,
     changed_by_hooks,
-    require_hooks_of_sample_to_scale,
     require_hooks_to_scale,
 )
 from fastlr.ghost.backward import Rerouted, sq_norms
@@ -439,7 +439,7 @@ class Engine:
         They are by rules where they hold, by the loop over samples elsewhere.
         """
         if not chunk.needs_rules:
-            require_hooks_to_scale(self.view, chunk.z, one.v)
+            require_hooks_to_scale(self.view, chunk.z, one.v, always=plan.is_new)
             return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
         if self.view.has_hooked_parameters:
             self._send_hooked_to_loop(chunk)
@@ -475,20 +475,18 @@ class Engine:
             InteractionError: A sample gives another output.
         """
         if not chunk.needs_rules:  # plain autograd has measured the sample alone
-            if plan.is_new:
-                require_hooks_of_sample_to_scale(chunk, 0, one.v)
             self.audits.passed += isinstance(check, Draw) and any(check)
             return False
         at_least = SAMPLES if plan.is_new else int(self._hooks_gradients())
         samples = self.audits.samples(chunk.count, check, at_least)
         if not samples:
             return False
-        if self._hooks_gradients() or plan.is_new:
-            require_hooks_of_sample_to_scale(chunk, samples[0], one.v)
         with nullcontext() if plan.is_new or check is not None else self.audits.timed():
             wrong: dict[str, str] = {}
             for sample in samples:
-                wrong |= self._audit_of_sample(chunk, plan, sample, one, norms)
+                scales = self._hooks_gradients() or (plan.is_new and sample == samples[0])
+                scale = Scale.of(chunk.graph.float_dtypes()) if scales else None
+                wrong |= self._audit_of_sample(chunk, plan, sample, one, norms, scale)
         if wrong:
             plan.drop()
             _refuse_blocks_with(chunk.graph, wrong)
@@ -499,14 +497,20 @@ class Engine:
         return bool(wrong)
 
     def _audit_of_sample(
-        self, chunk: Chunk, plan: Plan, sample: int, one: Pass, norms: Tensor
+        self,
+        chunk: Chunk,
+        plan: Plan,
+        sample: int,
+        one: Pass,
+        norms: Tensor,
+        scale: Scale | None,
     ) -> dict[str, str]:
         """Return the parameters whose norms are wrong for a sample, and why."""
         batch, view = batch_of(chunk), self.view
         measured = batch, sample, chunk.z.detach(), one, norms
         again = lambda: batch, partial(self._forward, chunk.x)
         audit = SampleAudit(view, chunk.ledger, *measured, *again)
-        may_differ, may_be_wrong = audit.run().tolist()
+        may_differ, may_be_wrong = audit.run(scale).tolist()
         if may_differ and not audit.has_its_output():
             self._refuse_output_alone(chunk, plan, sample)
         off = audit.refuted() if may_be_wrong else {}
@@ -588,8 +592,9 @@ class Engine:
 
     def _routes(self) -> dict[str, str]:
         """Return the route of each parameter: "zero" for one that no output has used."""
-        proofs = self.ledger.parameters
-        return {name: proofs[name].route if name in proofs else "zero" for name in self.parameters}
+        entries = self.ledger.parameters
+        routes = {name: entry.route for name, entry in entries.items()}
+        return {name: routes.get(name, "zero") for name in self.parameters}
 
     def _refuse_gradients_not_finite(self, table: Tensor) -> None:
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
@@ -635,12 +640,12 @@ class Engine:
     def replayable(self, plan: Plan) -> bool:
         """Return True if batches like that of an earlier call may be run by its plan alone.
 
-        So they may where all goes by rules that were proven, and nothing has to be looked at.
+        So they may where all goes by rules, and nothing has to be looked at.
         """
         if self.audits.failed or self.view.has_hooked_parameters:
             return False
-        proofs = plan.flags.ledger.parameters.values()
-        by_rules = all(p.route == "zero" or p.route == "rule" for p in proofs)
+        entries = plan.flags.ledger.parameters.values()
+        by_rules = all(entry.route in ("zero", "rule") for entry in entries)
         samples_are_known = bool(plan.shapes.layouts) and not plan.shapes.reason_to_look
         return plan.count > 1 and by_rules and samples_are_known
 

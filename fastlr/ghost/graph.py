@@ -39,8 +39,7 @@ VIEWS = (
     | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
     | OF_COMPLEX
 )
-# One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have
-# the key of the real run.
+# One operation, whose node is another by library, size or mode.
 ALIASES = dict.fromkeys(
     ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0"
 )
@@ -62,7 +61,7 @@ class Use:
     slot: int
     child: int  # the parameter-side node (or AccumulateGrad) that feeds the slot
     child_output: int
-    key: tuple  # what a proof of one use transfers by: node kind, slot, the parameter side below
+    key: tuple  # node kind, slot, the parameter side below: a rule is given up by it
 
     @property
     def source(self) -> Place:

@@ -112,7 +112,7 @@ class ModelView:
 
     It holds the module without wrappers, its trainable parameters, and where its samples are.
 
-    The module is held weakly: what is kept about a model (plans, proofs) does not keep the model.
+    The module is held weakly: what is kept about a model (its plans) does not keep the model.
     The parameters are those that require grad when they are first asked for; `renewed` looks again.
 
     Attributes:

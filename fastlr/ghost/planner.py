@@ -45,11 +45,11 @@ from fastlr.ghost.verification.record import Ledger, ParameterRoute
 from fastlr.ghost.writes import passes_write
 from fastlr.ops.deferred_checks import out_of_memory
 
-# Samples that a comparison runs alone by output: of any batch, where audits run three more, and of
-# one that may well interact.
+# Samples that a comparison runs alone by output: of any batch, where audits run three others, and
+# of one that may well interact.
 SOME_ALONE = 5
 MANY_ALONE = 32
-OTHER_SIZES = (30.0, -1 / 30, 1.0, 1.0)  # factors of a few samples' values
+OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 IRREGULAR = "the graph of another number of samples has another structure"
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
@@ -86,7 +86,7 @@ class Chunk:
 
     @property
     def ledger(self) -> Ledger:
-        """What was proven of the model."""
+        """Routes of the parameters."""
         return self.flags.ledger
 
     def run_folded(self, samples: Sequence[int]) -> Tensor:
@@ -346,7 +346,8 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         groups = [order[:half], order[half:]]
     if count > 2:
         groups.append(order[-1:] * count)
-    alone = MANY_ALONE if chunk.ledger.reason_to_look else SOME_ALONE
+    few = max(1, min(SOME_ALONE, count - SAMPLES))
+    alone = MANY_ALONE if chunk.ledger.reason_to_look else few
     return groups + copies_of_each(order[:alone])
 
 

@@ -1,4 +1,4 @@
-"""The outcome of planning and proof, parameter by parameter."""
+"""How each parameter is measured, and how far it was off where it was compared."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ParameterSupport:
 
     ``route``: "rule" (walk of the graph), "node" (the node's own backward formula, sample by
     sample), "loop" (one pass a sample), "zero" (not used by the output). ``deviation``: largest
-    ``|fast - truth|`` of its squared norm on the proof's three samples, relative to the sample's
-    total. ``proven`` is False where its gradient was zero on those samples.
+    ``|fast - exact|`` of its squared norm on a few samples, relative to the sample's total.
+    ``tested`` is False where its gradient was zero on those samples.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ParameterSupport:
     axes: tuple[str, ...]
     route: str
     deviation: float
-    proven: bool
+    tested: bool
     reason: str
 
 
@@ -137,33 +137,33 @@ class SupportReport:
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         for label, p in _grouped(self.parameters):
-            deviation = f"{p.deviation:.0e}" if p.proven and p.route in ("rule", "node") else "-"
+            deviation = f"{p.deviation:.0e}" if p.tested and p.route in ("rule", "node") else "-"
             rows.append(
                 (label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation)
             )
         return rows
 
     def _summary(self) -> list[str]:
-        """What sums up the table: routes and proof, what was replaced and folded, notes."""
+        """What sums up the table: routes, comparison, what was replaced and folded, notes."""
         notes = [f"note: {note}" for note in self.notes]
-        return [*self._of_routes(), *self._of_proof(), *self._of_folding(), *notes]
+        return [*self._of_routes(), *self._of_comparison(), *self._of_folding(), *notes]
 
     def _of_routes(self) -> list[str]:
         by_route = Counter(p.route for p in self.parameters)
         parts = [f"{by_route[r]} by {r}" for r in ("rule", "node", "loop", "zero") if by_route[r]]
         return [f"{len(self.parameters)} parameters: {', '.join(parts)}"]
 
-    def _of_proof(self) -> list[str]:
+    def _of_comparison(self) -> list[str]:
         lines = []
         if self.subject:
             lines.append(
                 f"compared with plain autograd on a few samples of a {self.subject} "
                 f"({self.dtype}): off by at most {self.largest_deviation:.1e}"
             )
-        unproven = [p.name for p in self.parameters if not p.proven]
-        if unproven:
+        untested = [p.name for p in self.parameters if not p.tested]
+        if untested:
             lines.append(
-                f"gradient zero on those samples, so nothing was compared: {few(unproven)}"
+                f"gradient zero on those samples, so nothing was compared: {few(untested)}"
             )
         slow = [p for p in self.parameters if p.reason and p.route != "rule"]
         lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)
@@ -254,4 +254,4 @@ def _grouped(parameters: tuple[ParameterSupport, ...]) -> list[tuple[str, Parame
 
 def _shared(p: ParameterSupport) -> tuple:
     """What parameters of one row have in common."""
-    return p.name.rpartition(".")[0], p.kinds, p.axes, p.route, p.proven
+    return p.name.rpartition(".")[0], p.kinds, p.axes, p.route, p.tested

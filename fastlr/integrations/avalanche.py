@@ -26,7 +26,7 @@ class LocalRedundancyMetric(Integration, PluginMetric):
     ``EvaluationPlugin(accuracy_metrics(stream=True), LocalRedundancyMetric(fastlr.ShapeImages((3,
     32, 32))), loggers=[...])``. Each number is a curve of its own, such as
     ``local_redundancy/train_phase/train_stream``. A model that grows (new heads, a wider
-    classifier) is planned and proven anew. It is saved and loaded with the strategy.
+    classifier) is planned and checked again. It is saved and loaded with the strategy.
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.

@@ -3,7 +3,7 @@
 The first call of each kind is compared with its twin on a few samples: once a machine, as
 comparisons that were passed are kept (fastlr.ops.kept_comparisons).
 
-The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
+Audits run single samples by plain autograd, which kernels do not take, so they are held to plain
 torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
 (`variants`) and are alike (`signature`): dtypes, memory formats, the order of magnitude of every
 size, and what divides every size and stride. The truth is plain torch on the same arguments raised

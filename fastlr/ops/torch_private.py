@@ -114,33 +114,9 @@ def unsafe_view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return _get("ops.aten._unsafe_view")(tensor, shape)
 
 
-def within_transform() -> bool:
-    """Return True within a function that a transform of torch.func (vmap, grad, jvp) runs."""
-    return _get("_C._functorch.maybe_current_level")() is not None
-
-
 def is_transformed(tensor: Tensor) -> bool:
     """Return True for what such a transform has put in the place of a tensor."""
     return _get("_C._functorch.is_functorch_wrapped_tensor")(tensor)
-
-
-def untransformed(tensor: Tensor) -> Tensor:
-    """Return the tensor that such transforms compute with, whose graph is that outside of them."""
-    while is_transformed(tensor):
-        tensor = _get("_C._functorch.get_unwrapped")(tensor)
-    return tensor
-
-
-def modes_without_values() -> list[str]:
-    """Return the names of torch's modes here in which tensors stand for values, or are traced."""
-    modes = _get("utils._python_dispatch._get_current_dispatch_mode_stack")()
-    names = [type(mode).__name__ for mode in modes]
-    return [name for name in names if name in ("FakeTensorMode", "ProxyTorchDispatchMode")]
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return True for a tensor without values that FakeTensorMode has made."""
-    return type(tensor).__name__ == "FakeTensor"
 
 
 # -- autograd

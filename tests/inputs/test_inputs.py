@@ -343,7 +343,6 @@ def test_tokens_are_uniform():
             lambda: TensorInputs(torch.nested.nested_tensor([torch.zeros(2)])),
             "x= is nested.*pad it",
         ),
-        (lambda: TensorInputs(torch.zeros(3, device="meta")).batch(0, 2), "is on meta"),
         (lambda: TensorInputs(torch.zeros(3), in_dim="0"), "in_dim"),
         (lambda: TensorInputs(torch.zeros(3), item=0), "item="),
         (

@@ -11,7 +11,7 @@ else computes what is pending as the model says. So blocks are found in whatever
 does, control flow and functional calls included, and nothing is remembered that could become stale.
 
 A block is left as it is (its name and the reason go into `Folding.refused`) where its parts are
-seen by anything else, where a parameter serves twice, and where a proof refutes it.
+seen by anything else, where a parameter serves twice, and where an audit refutes it.
 """
 
 from __future__ import annotations

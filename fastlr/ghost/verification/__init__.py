@@ -1,1 +1,1 @@
-"""What is proven, compared and audited before a number is given."""
+"""Checks that a number passes before it is returned."""

@@ -33,7 +33,7 @@ Check = bool | Draw | None  # None: as often as costs at most `SHARE` of the tim
 
 
 class Disproved(Exception):
-    """A sample's output or exact norms are not what an earlier proof and this batch say."""
+    """A sample's output or exact norms refute an earlier plan."""
 
     def __init__(self, sample: int, text: str) -> None:
         super().__init__(text)
