@@ -19,7 +19,7 @@ from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import low_precision
+from fastlr.ghost.verification.agreement import NORMS_IN_FEW_DIGITS, low_precision
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.torch_private import tree_flatten
@@ -113,5 +113,5 @@ def norm_tolerance(view: ModelView, ledger: Ledger, device: torch.device) -> flo
     if dtypes == {torch.float64} and ledger.dtype is not None:
         dtypes = {ledger.dtype}  # the model may cast to fewer digits
     if low_precision(device, dtypes):
-        return 0.1
+        return NORMS_IN_FEW_DIGITS
     return 1e-8 if dtypes == {torch.float64} else 1e-3

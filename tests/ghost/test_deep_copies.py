@@ -155,6 +155,31 @@ def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(mak
         assert torch.equal(p, before[name]), name
 
 
+@mark.parametrize("gain", [1.0, 1e-3, 1e-4])
+def test_a_faint_hidden_parameter_is_found(gain):
+    model = Reading(lambda m, h: h + gain * m.hidden(h).detach(), hidden=nn.Linear(4, 4)).eval()
+    with refused(r"hidden\.weight", HiddenParameterError):
+        norms(model, samples((4,)), samples((3,)))
+
+
+def test_scores_that_choose_alone_count_as_zero():
+    """The largest two of the scores choose the rows of a table, for every sample."""
+
+    def chosen(m, h):
+        with torch.no_grad():
+            best = m.scores(h).topk(2).indices
+        return h + m.table[best].sum(1)
+
+    torch.manual_seed(0)
+    parts = {"scores": nn.Linear(4, 64), "table": nn.Parameter(torch.randn(64, 4))}
+    for seed in range(8):
+        model = Reading(chosen, **parts).eval()
+        nn.init.normal_(parts["scores"].weight, generator=torch.Generator().manual_seed(seed))
+        got = norms(model, samples((4,), 64), samples((3,), 64), per_parameter=True)
+        assert not got["scores.weight"].any()
+        assert got["table"].any()
+
+
 # -- what copies show
 # --------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
 _PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
+NORMS_IN_FEW_DIGITS = 0.1  # relative difference of squared norms that is rounding
 LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
 
 
@@ -136,10 +137,13 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
     """Return on the device whether outputs of one sample differ by more than needs no explanation.
 
-    An element is judged by its own size and, as far as rounding goes, by the sample's others.
+    An element is judged by its own size and, as far as rounding goes, by the sample's others. In
+    few digits rounding adds up from layer to layer: as much is allowed as of norms.
     """
     a, b = _by_sample(own, got, out_dim)
-    part = 1.0 if relative > LARGEST_OF_FLOAT32 else _PART_OF_OTHERS
+    few_digits = relative > LARGEST_OF_FLOAT32
+    relative = NORMS_IN_FEW_DIGITS if few_digits else relative
+    part = 1.0 if few_digits else _PART_OF_OTHERS
     return (gap(a, b) > relative * torch.maximum(_finite(a), part * _typical(a, b, 1))).any()
 
 

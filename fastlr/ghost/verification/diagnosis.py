@@ -5,6 +5,7 @@ In: a model and a few samples. Out: errors that name the module or the parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from fastlr.ghost.batch import Batch
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import agree, low_precision
+from fastlr.ghost.verification.agreement import agree, gap, low_precision
 from fastlr.ghost.verification.company import InBatch
+from fastlr.ghost.verification.deep_copy import deep_copies
 
 _LARGE_MOVE = 0.5  # of a parameter, in parts of its size
-_TINY_MOVES = {torch.float64: 1e-6, torch.float32: 1e-3}
-_TINY_MOVE_IN_FEW_DIGITS = 0.05
+_SMALL_MOVES = {torch.float64: 1e-5, torch.float32: 1e-2}
+_SMALL_MOVE_IN_FEW_DIGITS = 0.2
 # Relative differences of outputs by rounding, where no company changes.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 _ROUNDING_IN_FEW_DIGITS = 1e-2
@@ -182,20 +184,44 @@ def _module_to_blame(model: nn.Module, culprits: Sequence[str]) -> str:
 def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
     """Return True if parameters move the output, and not by a choice alone.
 
-    Scores of hard routing move it by such a choice alone. A choice has no gradient: it does not
-    move with the least of changes.
+    A deep copy in more digits says so, if it moves like the model.
     """
-    if not _moves_with(view, samples, z, names, _LARGE_MOVE):
+    if not _distance_with(view, samples, z, names, _LARGE_MOVE):
         return False
+    for clone in deep_copies(view.module):
+        of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+        dtype = next(clone.parameters()).dtype
+        x = samples.pick(range(samples.count), dtype)
+        cast = Batch(x, samples.count, samples.in_dim, samples.batched)
+        try:
+            z_of_copy = of_copy.outputs(cast.pick(range(samples.count)))
+            if _distance_with(of_copy, cast, z_of_copy, names, _LARGE_MOVE):
+                return _moves_smoothly(of_copy, cast, z_of_copy, names)
+        except Exception:  # whatever a copy raises
+            continue
+    return _moves_smoothly(view, samples, z, names)
+
+
+def _moves_smoothly(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
+    """Return True if a tenth of a small change moves an output about a tenth as far.
+
+    Scores of hard routing move it by a choice alone, which has no gradient: a tenth of a change
+    moves it not at all, or as far.
+    """
     low = low_precision(z.device, {p.dtype for p in view.parameters.values()})
-    tiny = _TINY_MOVE_IN_FEW_DIGITS if low else _TINY_MOVES[z.dtype]
-    return _moves_with(view, samples, z, names, tiny)
+    small = _SMALL_MOVE_IN_FEW_DIGITS if low else _SMALL_MOVES[z.dtype]
+    distance = _distance_with(view, samples, z, names, small)
+    of_a_tenth = _distance_with(view, samples, z, names, small / 10)
+    return 4 * of_a_tenth < distance < 25 * of_a_tenth
 
 
-def _moves_with(
+def _distance_with(
     view: ModelView, samples: Batch, z: Tensor, names: Sequence[str], size: float
-) -> bool:
-    """Return True if the output moves with parameters that are moved at random by ``size``."""
+) -> float:
+    """Return how far an output moves with parameters that are moved at random by ``size``.
+
+    It is 0 where rounding moves it as far.
+    """
     generator = torch.Generator().manual_seed(2)
     data = [view.parameters[name].data for name in names]  # the versions stay
     saved = [t.clone() for t in data]
@@ -208,4 +234,5 @@ def _moves_with(
         for t, before in zip(data, saved, strict=True):
             t.copy_(before)
     relative = _ROUNDING.get(z.dtype, _ROUNDING_IN_FEW_DIGITS)
-    return not agree(z, moved, relative, view.out_dim)
+    same = agree(z, moved, relative, view.out_dim)
+    return 0.0 if same else float(gap(z, moved).max()) if z.shape == moved.shape else math.inf
