@@ -155,22 +155,14 @@ class Marks:
     tolerance: float
 
     @staticmethod
-    def make(count: int, dtype: torch.dtype, device: torch.device, *, regular: bool) -> Marks:
-        """Return marks for ``count`` samples in a graph of this dtype.
-
-        ``regular``: without digits, for layouts that name owners.
-        """
+    def make(count: int, dtype: torch.dtype, device: torch.device) -> Marks:
+        """Return marks for ``count`` samples in a graph of this dtype."""
         generator = torch.Generator().manual_seed(count)
         size = OCTAVES.get(dtype, IN_SINGLE) + 1
-        digits = 0 if regular else max(1, math.ceil(math.log(count, size) - 1e-9))
-        numbers = (
-            torch.randperm(size**digits, generator=generator)[:count]
-            if digits
-            else torch.zeros(count).long()
-        )
-        owner = torch.full((size**digits if digits else 0,), -1)
-        if digits:
-            owner[numbers] = torch.arange(count)
+        digits = max(1, math.ceil(math.log(count, size) - 1e-9))
+        numbers = torch.randperm(size**digits, generator=generator)[:count]
+        owner = torch.full((size**digits,), -1)
+        owner[numbers] = torch.arange(count)
         places = [numbers // size**place % size for place in range(digits)]
         check = torch.randint(size, (count,), generator=generator)
         factors = torch.exp2(torch.stack([*places, check]).double())
@@ -204,8 +196,6 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors
         return None if bool((wrong & alive).any()) else layout
-    if not len(marks.owner):
-        return None
     ratios = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
     ids = marks.read(ratios[:-1])
     unknown = ids < 0

@@ -230,7 +230,7 @@ def test_marks_tell_layouts_apart(right):
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
     plain = draw(*shape)
-    marks = Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
+    marks = Marks.make(count, torch.float64, torch.device("cpu"))
     ids = right.samples(shape[right.dim], count, plain.device)
     along = [1, 1, 1]
     along[right.dim] = -1
@@ -251,7 +251,7 @@ def test_marks_tell_layouts_apart(right):
 @mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @mark.parametrize("count", [2, 3, 40, 512, 3000])
 def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
-    marks = Marks.make(count, dtype, torch.device("cpu"), regular=False)
+    marks = Marks.make(count, dtype, torch.device("cpu"))
     assert len(marks.factors) <= 5
     ids = torch.randint(count, (4 * count,), generator=seeded(1))
     plain = draw(4 * count).abs()
@@ -274,7 +274,7 @@ def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
 
 def test_rows_that_mix_samples_have_no_layout():
     plain = draw(6, 4)
-    marks = Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
+    marks = Marks.make(3, torch.float64, torch.device("cpu"))
     marked = plain * marks.factors.repeat(1, 2)[..., None]
     marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
     sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])

@@ -35,7 +35,6 @@ def explained(
     v: Tensor,
     out_dim: int,
     options: Options,
-    in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
     """Find the layouts among ``options`` that marked passes confirm.
 
@@ -48,13 +47,9 @@ def explained(
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
         options: layouts by place, likelier ones first.
-        in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
-    regular = not in_any_order and not any(
-        isinstance(o, Ragged) for held in options.values() for o in held
-    )
-    marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
+    marks = Marks.make(count, graph.lowest_dtype(), v.device)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
     plain = _row_sums(graph, structure, z, v, options)
@@ -81,21 +76,17 @@ def first_explained(
     The others are looked at where it fails.
     """
     likeliest = {place: held[:1] for place, held in options.items()}
-    found = explained(graph, structure, z, v, out_dim, likeliest, in_any_order=True)
+    found = explained(graph, structure, z, v, out_dim, likeliest)
     others = {place: options[place][1:] for place, held in found.items() if not held}
     if any(others.values()):
-        found |= explained(graph, structure, z, v, out_dim, others, in_any_order=True)
+        found |= explained(graph, structure, z, v, out_dim, others)
     return found
 
 
 def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
     """All layouts that an output could have: regular ones, then rows in any order."""
     shape = graph.shape(*place)
-    return [*candidates(shape, count), *_any_order(shape)]
-
-
-def _any_order(shape: torch.Size) -> list[Layout]:
-    return [Ragged(d) for d in range(len(shape))]
+    return [*candidates(shape, count), *map(Ragged, range(len(shape)))]
 
 
 def _row_sums(
