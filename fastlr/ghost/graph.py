@@ -10,7 +10,7 @@ of a sample-side node: there the gradient of each sample can be had, and nowhere
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,7 +81,6 @@ class Graph:
     others: list[int]
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
-    undecided: list[int] = field(default_factory=list)
     root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
@@ -153,22 +152,23 @@ class Graph:
             tuple(details),
         )
 
-    def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
+    def classify(self, other: Graph | None) -> None:
         """Decide the side of each node, bottom up.
 
-        ``decide(node, key)`` is asked for a node whose differentiable inputs are all
-        parameter-side: True if it is parameter-side too, False if it has a sample axis, None if
-        unknown (listed in ``undecided``, taken for the latter).
+        A node whose differentiable inputs are all parameter-side is so too if it has the same
+        shapes for another number of samples.
+
+        Args:
+            other: Graph of the same structure for another number of samples. None: all such nodes
+                are sample-side.
         """
-        self.side, self.keys, self.undecided = [], [], []
+        self.side, self.keys = [], []
         for i in range(len(self.names)):
-            side, key = self._side(i, decide)
+            side, key = self._side(i, other)
             self.side.append(side)
             self.keys.append(key)
 
-    def _side(
-        self, i: int, decide: Callable[[int, tuple], bool | None]
-    ) -> tuple[int, tuple | None]:
+    def _side(self, i: int, other: Graph | None) -> tuple[int, tuple | None]:
         """Side and key of a node whose inputs are classified."""
         if i in self.parameters:
             return PARAMETER, ("parameter", self.parameters[i])
@@ -182,10 +182,8 @@ class Graph:
             return SAMPLE, key
         if self.names[i] in VIEWS:
             return PARAMETER, self.keys[below[0]] if self.names[i] in CASTS else key
-        answer = decide(i, key)
-        if answer is None:
-            self.undecided.append(i)
-        return PARAMETER if answer else SAMPLE, key
+        is_same = other is not None and self.sizes[i] == other.sizes[i]
+        return PARAMETER if is_same else SAMPLE, key
 
     def _key(self, i: int) -> tuple:
         def below(child: int, output: int) -> tuple | str | None:

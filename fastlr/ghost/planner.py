@@ -180,7 +180,7 @@ def _with_sides(chunk: Chunk, known: KnownStructure | None) -> KnownStructure:
         known.classify(graph)
         return known
     other = None if graph.has_nested_tensors else _graph_of_another_number(chunk)
-    graph.classify(lambda i, _: other is not None and graph.sizes[i] == other.sizes[i])
+    graph.classify(other)
     if other is None:
         reason = NESTED if graph.has_nested_tensors else IRREGULAR
         chunk.ledger.to_loop(graph.parameters.values(), reason)
