@@ -291,17 +291,13 @@ class Engine:
                         f"the plan was made again before each ({failure})"
                     ) from failure
                 self._distrust(failure)
-            except Unsupported as error:  # not even a node's own formula applies
+            except FoldRefuted as wrong:
+                self._fold_less(wrong)
+            except (Unsupported, CheckpointError) as error:  # not even nodes' own formulas apply
                 if self.ledger.loop.issuperset(self.parameters):
                     raise
-                self.ledger.to_loop(self.parameters, str(error))
-            except FoldRefuted as refuted:
-                self._fold_less(refuted)
-            except CheckpointError as error:
-                if self.ledger.loop.issuperset(self.parameters):
-                    raise
-                reason = f"activation checkpointing: {first_line(error)}"
-                self.ledger.to_loop(self.parameters, reason)
+                by = "activation checkpointing: " * isinstance(error, CheckpointError)
+                self.ledger.to_loop(self.parameters, f"{by}{first_line(error)}")
 
     def _fold_less(self, refuted: FoldRefuted) -> None:
         """Leave what did not give the exact norms unfolded from now on."""
