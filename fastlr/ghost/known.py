@@ -112,6 +112,8 @@ class KnownFlags:
         flags: Key of this state.
         ledger: Routes of the parameters.
         structures: Structures of the graph by their signatures.
+        largest_compared: Most samples of a batch that was compared with halves of it, by
+            structure.
         inputs_with_samples: Inputs that carry samples, by number of samples and shapes.
         shapes_of_one_sample: Shapes of inputs that are one sample.
         right_copies: Number of copies of a single sample that are run at once.
@@ -121,6 +123,7 @@ class KnownFlags:
     flags: tuple
     ledger: Ledger = field(default_factory=Ledger)
     structures: Recent[tuple, KnownStructure] = field(default_factory=lambda: Recent(_FEW))
+    largest_compared: Recent[tuple, int] = field(default_factory=lambda: Recent(_FEW))
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     right_copies: RightCopies = field(default_factory=RightCopies)

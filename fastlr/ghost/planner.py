@@ -234,9 +234,12 @@ def compared(chunk: Chunk) -> Batch:
     if passes_write():
         _require_the_same_again(chunk)
     batch = _batch_that_can_be_parted(chunk)
-    if not chunk.ledger.reason_to_look and _depends_on_others_of_other_size(chunk, batch):
+    largest, structure = chunk.flags.largest_compared, chunk.key.structure
+    is_first = structure not in largest and not chunk.ledger.reason_to_look
+    if is_first and _depends_on_others_of_other_size(chunk, batch):
         chunk.ledger.reason_to_look = "samples of other sizes would interact"
         batch = _batch_that_can_be_parted(chunk)
+    largest.put(structure, max(chunk.count, largest.get(structure) or 0))
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
@@ -335,16 +338,19 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
 
     These are random halves of the batch, shuffled; some samples, each beside a copy; and one sample
     as often as fills the batch. That crowd goes one way where the model routes samples, and exceeds
-    a capacity that samples share. Where there are few samples, there are no halves.
+    a capacity that samples share. Where there are few samples, there are no halves. Of a batch that
+    is no larger than one that was compared before, some samples run alone.
     """
     count = chunk.count
+    is_larger = count > (chunk.flags.largest_compared.get(chunk.key.structure) or 0)
+    whole = is_larger or bool(chunk.ledger.reason_to_look)
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
     order = torch.randperm(count, generator=generator).tolist()
     groups: list[list[int]] = []
-    if count > SAMPLES:
+    if whole and count > SAMPLES:
         half = _half_that_the_model_takes(count)
         groups = [order[:half], order[half:]]
-    if count > 2:
+    if whole and count > 2:
         groups.append(order[-1:] * count)
     few = max(1, min(SOME_ALONE, count - SAMPLES))
     alone = MANY_ALONE if chunk.ledger.reason_to_look else few
