@@ -38,7 +38,6 @@ from fastlr.ghost.verification.company import (
     SAMPLES,
     InBatch,
     copies_of_each,
-    takes_even_only,
 )
 from fastlr.ghost.verification.diagnosis import require_independence, unused_parameters
 from fastlr.ghost.verification.record import Ledger, ParameterRoute
@@ -394,15 +393,17 @@ def _half_that_the_model_takes(count: int) -> int:
 def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:
     """Return True if the batch's samples give in parts of it what they gave in it.
 
-    Where the model takes four samples, not three, and not the parts: in batches of enough.
+    A model that does not take the parts is run on batches of enough.
     """
     try:
         return _is_same_in(_other_company(chunk), chunk, batch)
-    except Exception as error:  # a model may raise anything
-        of_ours = isinstance(error, (FastlrError, FoldRefuted))
-        if of_ours or out_of_memory(error) or not takes_even_only(chunk.view, batch):
+    except FAILURES as error:
+        if isinstance(error, FastlrError) or out_of_memory(error):
             raise
-    return _is_same_in(_company_of_enough(chunk), chunk, batch)
+        try:
+            return _is_same_in(_company_of_enough(chunk), chunk, batch)
+        except FAILURES:
+            raise error from None
 
 
 def _is_same_in(companies: list[list[int]], chunk: Chunk, batch: Batch) -> bool:

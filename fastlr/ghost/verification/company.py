@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.verification.agreement import agree, gap, has_few_digits, unexplained
 from fastlr.ghost.verification.measured_rounding import MEASURED, among_copies, by_more_digits
-from fastlr.ops.deferred_checks import out_of_memory
 
 SAMPLES, EVEN_SAMPLES = 3, 4  # the latter for a model that does not take three
 
@@ -99,19 +98,3 @@ class InBatch:
 def copies_of_each(samples: Iterable[int]) -> list[list[int]]:
     """Return the companies in which each sample is alone with a copy of itself."""
     return [[sample, sample] for sample in samples]
-
-
-def takes_even_only(view: ModelView, batch: Batch) -> bool:
-    """Return True if the model runs on four samples and not on three."""
-    return _takes(view, batch, EVEN_SAMPLES) and not _takes(view, batch, SAMPLES)
-
-
-def _takes(view: ModelView, batch: Batch, count: int) -> bool:
-    """Return True if the model gives as many outputs for so many samples."""
-    samples = [k % batch.count for k in range(count)]
-    try:
-        return view.sample_count(view.outputs(batch.pick(samples))) == count
-    except FAILURES as error:
-        if out_of_memory(error):
-            raise
-        return False
