@@ -24,7 +24,7 @@ from fastlr.distributed.sharding import ALONE, ESTIMATE_TIMEOUT, Team, bit_sums,
 from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
-from fastlr.ops.model_lock import locked
+from fastlr.ops.model_lock import locked, unlocked
 from fastlr.ops.torch_private import (
     Unit,
     cast_floating,
@@ -57,6 +57,9 @@ def full_params(model: nn.Module, *, timeout: float = ESTIMATE_TIMEOUT) -> Itera
 
     Afterwards the model is as before: shards, gradients, hooks, classes. What is written into the
     whole parameters is lost; do not train inside. A model that is not sharded is left alone.
+
+    Threads that do this at the same time need a model each, on meshes whose process groups and
+    ``mesh_dim_names`` differ: PyTorch takes meshes of the same ranks and names for one.
 
     Args:
         model: the whole model, sharded in any nesting.
@@ -188,7 +191,8 @@ def _gathered(units: list[Unit], members: Team) -> list[nn.Parameter]:
 def _values(shard: Any, dtype: torch.dtype) -> Tensor:
     """The whole parameter of which every rank gives its shard."""
     try:
-        return shard.detach().to(dtype).full_tensor()
+        with unlocked():
+            return shard.detach().to(dtype).full_tensor()
     except RuntimeError as error:
         if out_of_memory(error):
             raise

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import fastlr.errors
 from fastlr.errors import DistributedError, FastlrError, InputError, one_line, warn
+from fastlr.ops.model_lock import unlocked
 
 PATIENCE = 15.0  # seconds of waiting after which a rank says for whom it waits
 _POLLS = (0.0002, 0.02)  # seconds between two looks: the first, and the longest
@@ -60,7 +61,8 @@ class Board:
         keys = [f"{self.count}/{rank}" for rank in range(self.size)]
         try:
             self.store.set(keys[self.rank], message)
-            self._wait(keys)
+            with unlocked():
+                self._wait(keys)
             messages = [self.store.get(key) for key in keys]
             if self.count > 1:
                 # Everyone who has posted this time has read what was posted last time.

@@ -175,7 +175,8 @@ def sharded(
     error on the others.
 
     Args:
-        group: Process group of the ranks; by default all.
+        group: Process group of the ranks; by default all. Threads that measure at the same time
+            need a group and a model each.
         timeout: Seconds for which a rank waits for the others: longer than a chunk of inputs and
             the first call's checks take.
 

@@ -73,7 +73,7 @@ from fastlr.ghost.writes import passes_write, unchanged
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
-from fastlr.ops.model_lock import all_modules
+from fastlr.ops.modules import all_modules
 from fastlr.ops.torch_private import anything_compiled
 
 MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed

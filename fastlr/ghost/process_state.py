@@ -22,7 +22,6 @@ from fastlr.ops.held import SharedContext
 _changed = threading.Lock()  # of the two below
 _inside: Counter[int] = Counter()  # thread -> how often it is within `quiet_rng`
 _states: dict[torch.device, Tensor] = {}  # generator -> its state before the first thread came
-_seeded = threading.RLock()  # held while one draws from a generator that it has seeded
 _CPU = torch.device("cpu")
 
 
@@ -74,8 +73,8 @@ _filters = SharedContext(_ignoring)
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """As `quiet_rng`, with seeded generators, which one thread at a time draws from here."""
-    with _seeded, quiet_rng(device):
+    """As `quiet_rng`, with seeded generators. The caller holds `fastlr.ops.model_lock.locked`."""
+    with quiet_rng(device):
         torch.manual_seed(seed)
         yield
 
@@ -94,8 +93,8 @@ def _put_back(states: dict[torch.device, Tensor]) -> None:
 
 def _forked() -> None:
     """In a forked process: of its parent's threads there is but the one that forked."""
-    global _changed, _seeded, _filters
-    _changed, _seeded, _filters = threading.Lock(), threading.RLock(), SharedContext(_ignoring)
+    global _changed, _filters
+    _changed, _filters = threading.Lock(), SharedContext(_ignoring)
     for thread in [one for one in _inside if one != threading.get_ident()]:
         del _inside[thread]
     if not _inside:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fastlr.ghost.objects import INTERNAL, instance_dict, is_instance, version
-from fastlr.ops.model_lock import all_modules
+from fastlr.ops.modules import all_modules
 
 # Ids, as the class of an attribute may be one that cannot be hashed.
 _DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict, Counter)))

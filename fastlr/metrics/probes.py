@@ -265,6 +265,7 @@ class _Fit(NamedTuple):
         return self.predictive.sigma**2
 
 
+@locks_model
 def _fit(
     model: nn.Module,
     x: Any,
@@ -292,7 +293,7 @@ def _fit(
     checked_count("steps", steps)
     if not (math.isfinite(real("learning_rate", rate)) and rate > 0):
         raise InputError(f"learning_rate={rate}: give a positive number")
-    with locked(model), torch.inference_mode(False):
+    with torch.inference_mode(False):
         original = ModelView.of(model, output)
         x, device = original.inputs(x), original.device
         learner = _copy_of(original, x).train()

@@ -1,12 +1,7 @@
-"""One thread at a time measures a model.
+"""Measurements of all threads of a process take turns.
 
-In: a model. Out: a context that no other thread is in with the same model, or with one that shares
-a module, a parameter or a buffer with it (`locked`). A measurement moves flags, buffers and for a
-while tensors of the model, and reads what another has moved. Threads with models of their own do
-not wait for each other.
-
-Nothing is kept of a model: what is held is known by identity while it is held, so a copied or
-pickled model has no lock.
+In: a model. Out: a context that one thread at a time is in (`locked`). A thread that waits for
+other ranks there lets others in (`unlocked`): ranks come to their threads' models in any order.
 """
 
 from __future__ import annotations
@@ -15,60 +10,58 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from fastlr.errors import FastlrError, ModelError
-
-_OWN = frozenset(vars(nn.Module()))  # attributes of every module
-_MOST = 256  # entries of a container that are looked at
+from fastlr.ops.modules import all_modules
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-@dataclass(eq=False)
-class _Hold:
-    """What a thread holds: a model, and the ids of all modules, parameters and buffers in it."""
-
-    thread: int
-    model: nn.Module
-    parts: frozenset[int]
-
-
-_changed = threading.Condition()  # of the two below
-_held: list[_Hold] = []
-_waiting: dict[int, _Hold] = {}  # thread -> what it waits for
+_turn = threading.Condition()
+_measured: dict[int, set[int]] = {}  # thread within `locked` -> ids of its model's modules
 
 
 @contextmanager
 def locked(model: Any) -> Iterator[None]:
-    """Let no other thread in with this model, or one that shares modules or tensors with it.
-
-    A thread may enter it again. What is no module is left to whoever refuses it.
+    """Let no other thread measure a model meanwhile. A thread may enter it again.
 
     Raises:
-        FastlrError: this thread would wait for one that waits for it.
+        ModelError: a part of the model is no module.
     """
     thread = threading.get_ident()
-    if not isinstance(model, nn.Module) or _holds(thread, model):
+    if thread in _measured:
         yield
         return
-    hold = _Hold(thread, model, _parts(model))
-    _take(hold)
+    with _turn:
+        is_module = issubclass(type(model), nn.Module)  # else it is refused elsewhere
+        parts = set(map(id, all_modules(model))) if is_module else set()
+        # The others in `_measured` wait for other ranks in the midst of their measurements.
+        _turn.wait_for(lambda: all(map(parts.isdisjoint, _measured.values())))
+        _measured[thread] = parts
+        try:
+            yield
+        finally:
+            del _measured[thread]
+            _turn.notify_all()
+
+
+@contextmanager
+def unlocked() -> Iterator[None]:
+    """Let other threads measure other models, while this one waits for other ranks."""
+    if threading.get_ident() not in _measured:
+        yield
+        return
+    _turn.release()
     try:
         yield
     finally:
-        with _changed:
-            _held.remove(hold)
-            _changed.notify_all()
+        _turn.acquire()
 
 
 def locks_model(function: _Function) -> _Function:
-    """Have a function hold the lock of its first argument, a model (see `locked`)."""
+    """Have a function run in `locked` of its first argument, a model."""
 
     @wraps(function)
     def alone(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,110 +71,13 @@ def locks_model(function: _Function) -> _Function:
     return cast(_Function, alone)
 
 
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it, each once.
-
-    They are found by identity, several times as fast as by ``model.modules()``.
-    """
-    modules, known = [model], {id(model)}
-    for module in modules:  # which grows meanwhile
-        for part in module._modules.values():
-            if part is not None and id(part) not in known:
-                known.add(id(part))
-                modules.append(part)
-    return modules
-
-
-def _holds(thread: int, model: nn.Module) -> bool:
-    """Return True if a thread, this one, holds the very model already."""
-    return any(hold.thread == thread and hold.model is model for hold in list(_held))
-
-
-def _parts(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the modules, parameters and buffers of a model.
-
-    Raises:
-        ModelError: what stands in a module's place is none. A mock of one passes torch's own
-            checks, by its ``__class__``.
-    """
-    parts: set[int] = set()
-    todo = [("the model", model)]
-    while todo:
-        name, module = todo.pop()
-        if id(module) in parts:
-            continue
-        if not issubclass(type(module), nn.Module):
-            raise ModelError(
-                f"{name} is no nn.Module but a {type(module).__name__}: put a real module in its "
-                "place, such as nn.Identity()"
-            )
-        parts.add(id(module))
-        parts.update(map(id, module._parameters.values()))
-        parts.update(map(id, module._buffers.values()))
-        below = type(module).__name__
-        todo += [(f"{key} of {below}", m) for key, m in module._modules.items() if m is not None]
-        todo += [(f"an attribute of {below}", m) for m in _outside(module)]
-    parts.discard(id(None))
-    return frozenset(parts)
-
-
-def _outside(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that a module's attributes hold beside its submodules, one deep."""
-    held = vars(module)
-    for name in held.keys() - _OWN:
-        value = held[name]
-        kind = type(value)
-        entries = value.values() if kind is dict else value if kind is list or kind is tuple else ()
-        for entry in (value, *islice(entries, _MOST)):
-            if issubclass(type(entry), nn.Module):
-                yield entry
-
-
-def _take(hold: _Hold) -> None:
-    """Wait until no other thread holds a part of it."""
-    with _changed:
-        while blockers := _blockers(hold):
-            if _would_wait_for(hold.thread, blockers):
-                raise FastlrError(
-                    f"this thread would wait for ever to measure a {type(hold.model).__name__}: "
-                    "another thread measures it, and waits for a model that this one is measuring. "
-                    "Measure one after the other, not one within the measurement of the other"
-                )
-            _waiting[hold.thread] = hold
-            try:
-                _changed.wait()
-            finally:
-                del _waiting[hold.thread]
-        _held.append(hold)
-
-
-def _blockers(hold: _Hold) -> set[int]:
-    """The other threads that hold a part of it."""
-    others = (other for other in _held if other.thread != hold.thread)
-    return {other.thread for other in others if not other.parts.isdisjoint(hold.parts)}
-
-
-def _would_wait_for(thread: int, blockers: set[int]) -> bool:
-    """Return True if a blocker waits for what the thread holds, itself or through others."""
-    seen: set[int] = set()
-    todo = list(blockers)
-    while todo:
-        blocker = todo.pop()
-        if blocker == thread:
-            return True
-        if blocker not in seen and blocker in _waiting:
-            todo.extend(_blockers(_waiting[blocker]))
-        seen.add(blocker)
-    return False
-
-
 def _forked() -> None:
     """In a forked process: of its parent's threads there is but the one that forked."""
-    global _changed
-    _changed = threading.Condition()
-    _waiting.clear()
-    thread = threading.get_ident()
-    _held[:] = [hold for hold in _held if hold.thread == thread]
+    global _turn
+    for other in _measured.keys() - {threading.get_ident()}:
+        del _measured[other]
+    if not _measured:
+        _turn = threading.Condition()
 
 
 if hasattr(os, "register_at_fork"):

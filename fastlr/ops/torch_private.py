@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
 from fastlr.ops.held import SharedContext
-from fastlr.ops.model_lock import all_modules
+from fastlr.ops.modules import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
 _HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")

@@ -135,6 +135,16 @@ def test_a_model_on_some_of_the_ranks():
         assert says in said
 
 
+@mark.parametrize("fully", [False, True])
+def test_threads_of_two_ranks_measure_in_any_order(fully):
+    model = work.tokens_model()
+    options = {"n": 4, "predictive": work.PREDICTIVE}
+    wanted = [fastlr.estimate(model, work.DRAWN, seed=seed, **options).value for seed in range(2)]
+    for measured in good(run_ranks(2, work.in_threads, fully)):
+        for values, value in zip(measured, wanted, strict=True):
+            assert values == approx([value] * 5, rel=1e-6)
+
+
 @mark.long
 def test_a_rank_that_was_killed_is_an_error():
     said, gone = run_ranks(2, work.killed)

@@ -2,25 +2,22 @@
 
 import copy
 import os
-import pickle
 import threading
+import time
 import warnings
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from expected import refused
 from pytest import mark
-from single_samples import Written
 from threads import meanwhile, small_models, together
 from torch import nn
 from untouched import untouched
 
 import fastlr
-from fastlr.errors import FastlrError
 from fastlr.ghost.known import Known
 from fastlr.integrations import Monitor
-from fastlr.ops.model_lock import locked
+from fastlr.ops.model_lock import locked, unlocked
 
 MODELS = list(small_models())
 
@@ -106,7 +103,7 @@ def test_monitors_of_one_model():
         assert together(*[partial(value, model, seed) for seed in (0, 1)] * 2) == alone * 2
 
 
-def test_a_wrapper_and_its_module_share_a_lock():
+def test_a_wrapper_and_its_module():
     model, shape = small_models()["mlp"]
     inputs = fastlr.TensorInputs(samples(shape))
     alone = redundancy(copy.deepcopy(model), inputs)
@@ -129,22 +126,6 @@ def test_models_that_share_a_module():
             assert together(*[partial(redundancy, model, inputs) for model in fresh]) == alone
 
 
-def test_models_that_share_a_module_outside_of_their_trees():
-    """Its state moved between the passes of another thread, whose values were wrong."""
-    tool = nn.BatchNorm1d(4)
-
-    def drifting(net, x):
-        net.tools[0].running_mean.add_(1)
-        return net.layer(x - net.tools[0].running_mean)
-
-    models = [Written(drifting, layer=nn.Linear(4, 3), tools=[tool]).eval() for _ in range(3)]
-    inputs = fastlr.TensorInputs(samples((4,)))
-    alone = [redundancy(model, inputs) for model in models]
-    for _ in range(3):
-        assert together(*[partial(redundancy, model, inputs) for model in models]) == alone
-        assert not tool.running_mean.any()
-
-
 # -- several models
 # --------------------------------------------------------------------------------------------------
 
@@ -157,17 +138,6 @@ def test_models_of_their_own_in_threads():
         alone.append(redundancy(copy.deepcopy(model), inputs))
         work.append(partial(redundancy, model, inputs))
     assert together(*work) == alone
-
-
-def test_models_of_their_own_do_not_wait_for_each_other():
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    meet = threading.Barrier(2)
-
-    def hold(model):
-        with locked(model):
-            meet.wait(30)
-
-    together(partial(hold, one), partial(hold, other))
 
 
 def test_random_labels_do_not_depend_on_other_threads():
@@ -198,9 +168,9 @@ def test_random_labels_do_not_depend_on_other_threads():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_holds_a_model_again():
+def test_a_thread_enters_again():
     model = nn.Sequential(nn.Linear(2, 2))
-    with locked(model), locked(model), locked(model[0]), locked(nn.DataParallel(model)):
+    with locked(model), locked(model), locked(model[0]), locked(nn.Linear(2, 2)), unlocked():
         pass
 
     def free():
@@ -210,39 +180,63 @@ def test_a_thread_holds_a_model_again():
     assert together(free) == [True]
 
 
-def test_threads_that_wait_for_each_other_are_told():
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    meet = threading.Barrier(2)
+def test_threads_take_turns():
+    one_is_in = threading.Lock()
 
-    def both(first, second):
-        with locked(first):
-            meet.wait(30)
-            with locked(second):
-                return True
+    def enter():
+        with locked(nn.Linear(2, 2)):
+            assert one_is_in.acquire(blocking=False)
+            time.sleep(0.01)
+            one_is_in.release()
 
-    with refused("wait for ever", FastlrError):
-        together(partial(both, one, other), partial(both, other, one))
-    with locked(one), locked(other):  # all are free again
-        pass
+    together(*[enter] * 3)
 
 
-def test_copies_know_nothing_of_a_lock():
-    model = nn.Linear(2, 2)
-    with locked(model):
-        before = dict(vars(model))
-        copied = copy.deepcopy(model)
-        loaded = pickle.loads(pickle.dumps(model))
-        assert vars(model) == before
-        assert list(vars(copied)) == list(vars(loaded)) == list(before)
+def test_while_a_thread_waits_for_other_ranks_other_models_are_measured():
+    shared = nn.Linear(2, 2)
+    waits, may_end = threading.Event(), threading.Event()
+    order = []
 
-        def free():
-            with locked(copied), locked(loaded):
-                return True
+    def wait():
+        with locked(nn.Sequential(shared)):
+            with unlocked():
+                waits.set()
+                assert may_end.wait(30)
+            order.append("one that waited")
 
-        assert together(free) == [True]
+    def measure(model, name):
+        assert waits.wait(30)
+        with locked(model):
+            order.append(name)
+
+    def measure_another():
+        time.sleep(0.2)  # the thread with the shared module has come by then
+        measure(nn.Linear(2, 2), "another")
+        may_end.set()
+
+    together(wait, partial(measure, nn.Sequential(shared), "one that shares"), measure_another)
+    assert order == ["another", "one that waited", "one that shares"]
 
 
-@mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+needs_fork = mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+
+
+def enters_in_a_fork(model):
+    """Whether a forked process enters, leaves for a while and comes back."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            with locked(model), unlocked():
+                pass
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_fork
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
     model = nn.Linear(2, 2)
     held, done = threading.Event(), threading.Event()
@@ -255,15 +249,16 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
-        child = os.fork()
-    if child == 0:
-        with locked(model):
-            os._exit(0)
+    assert enters_in_a_fork(model)
     done.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_fork
+def test_a_process_forked_within_a_measurement_goes_on():
+    model = nn.Linear(2, 2)
+    with locked(model):
+        assert enters_in_a_fork(model)
 
 
 # -- forward passes meanwhile

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from exact import seeded
 from ranks import error_of, timed_error
 from single_samples import Written
+from threads import together
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -308,6 +310,32 @@ def some_of_three(rank):
             members.share(None)
 
     return [*found, error_of(together)]
+
+
+def in_threads(rank, fully):
+    """Two threads measure a model each; each rank begins with another one.
+
+    Args:
+        rank: of this process.
+        fully: whether the models are under ``fully_shard``.
+    """
+    work = []
+    for seed in range(2):
+        group = dist.new_group([0, 1])
+        model = tokens_model()
+        if fully:  # torch takes meshes of the same names for one
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ab"[seed],))
+            model = sharded_model(mesh=mesh)
+        work.append(partial(measured_later, 0.3 * (seed != rank), group, model, seed))
+    return together(*work, timeout=60)
+
+
+def measured_later(seconds, group, model, seed):
+    """Measure five times after so many seconds."""
+    time.sleep(seconds)
+    with sharded(group, timeout=20):
+        meter = fastlr.LocalRedundancy(model, DRAWN, 4, seed=seed, predictive=PREDICTIVE)
+        return [meter.measure().value for _ in range(5)]
 
 
 def killed(rank):

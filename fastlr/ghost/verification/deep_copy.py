@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.objects import INTERNAL
-from fastlr.ops.model_lock import all_modules
+from fastlr.ops.modules import all_modules
 from fastlr.ops.torch_private import tree_leaves, tree_map
 
 MATRIX_NOISE, VECTOR_NOISE = 0.3, 0.1
