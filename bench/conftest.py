@@ -151,7 +151,7 @@ def beside_plain(
                 info |= child.ask("check")
             info["memory_ratio"] = info["peak_bytes"] / max(1, info["plain_peak_bytes"])
             with Child(factory, *args) as child:
-                child.ask("run")  # thread pools, plans and proofs are made
+                child.ask("run")  # thread pools and plans are made
                 long = child.ask("plain") + child.ask("run") > LONG
                 rounds_here = few_rounds if long else rounds
                 benchmark.pedantic(

@@ -136,7 +136,7 @@ def main() -> None:
     else:
         model = torchvision.models.get_model(name, num_classes=2).eval()
         if isinstance(model, torchvision.models.VisionTransformer):
-            # Its other blocks launch the same, and the proof of all takes 6 GB.
+            # Its other blocks launch the same, and a check of all takes 6 GB.
             model.encoder.layers = model.encoder.layers[:2]
         x = torch.randn(BATCH, 3, 224, 224)
         predictive = fastlr.Categorical()

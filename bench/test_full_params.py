@@ -2,7 +2,7 @@
 
 The processes are of this machine, and the pass is plain.
 
-Time: an estimate that the ranks share, its proof made before, over a plain pass of as many inputs
+Time: an estimate that the ranks share, its plan made before, over a plain pass of as many inputs
 under the same sharding; they take turns. Memory: the most that a rank holds, beyond what it held
 before there was a model, in a training step with AdamW, in the first measurement, which proves the
 model in float64, and in a later one.
@@ -60,7 +60,7 @@ def made(rank: int, layers: int, width: int, batch: int, length: int) -> Made:
 def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
     """Return seconds and processor seconds of a plain pass and of an estimate in every round.
 
-    The first round, which has the proof, is left out.
+    The first round, which makes the plan, is left out.
     """
     model, plain, estimator = made(rank, *sizes)
     seconds: dict[str, list[float]] = {

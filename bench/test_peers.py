@@ -49,7 +49,7 @@ class Contender(NamedTuple):
 def fastlr(case: Case, cotangent: Tensor) -> Contender:
     """Run this package on the model as it is.
 
-    The plan and its proof are made by the first call and kept.
+    The plan is made by the first call and kept.
     """
     return Contender(
         lambda: per_sample_grad_sq_norms(

@@ -6,7 +6,7 @@
 
 Two layers of width 32 of Hugging Face's architectures with random weights, on one thread. *Plain*
 is one forward pass and the backward pass of a random cotangent with weight gradients; *measured*
-one call of an engine that has seen the shape, so nothing is proven or compared any more. Both take
+one call of an engine that has seen the shape, so nothing is compared any more. Both take
 turns; what is shown are medians over the rounds, and the least.
 """
 

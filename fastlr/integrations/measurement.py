@@ -127,7 +127,7 @@ class Meter:
         self.batch_size: int | None = options.pop("batch_size", None)
         self._estimator: LocalRedundancy | None = None
         self._key: Any = None
-        self._proven = False
+        self._has_measured = False
 
     def measure(
         self,
@@ -167,11 +167,11 @@ class Meter:
                 if keep is not None:
                     keep(reading, module)
         except FastlrError as error:
-            if self.on_error == "raise" or not self._proven:
+            if self.on_error == "raise" or not self._has_measured:
                 raise
             warn(f"not measured, the training goes on: {one_line(error)}")
             return None
-        self._proven = True
+        self._has_measured = True
         return reading
 
     def state_dict(self) -> dict[str, Any]:
