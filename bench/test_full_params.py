@@ -4,8 +4,8 @@ The processes are of this machine, and the pass is plain.
 
 Time: an estimate that the ranks share, its plan made before, over a plain pass of as many inputs
 under the same sharding; they take turns. Memory: the most that a rank holds, beyond what it held
-before there was a model, in a training step with AdamW, in the first measurement, which proves the
-model in float64, and in a later one.
+before there was a model, in a training step with AdamW, in the first measurement, and in a later
+one.
 """
 
 from __future__ import annotations

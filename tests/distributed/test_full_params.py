@@ -30,7 +30,7 @@ def test_measurements_within_a_training():
     for rank, each in enumerate(results):
         assert each["as before"]
         assert each["same training"]
-        assert each["proofs"] <= 3, "those of the first measurements serve the others"
+        assert each["checks"] <= 3, "those of the first measurements serve the others"
         close(each["in the midst"], work.norms(work.tokens_model(), work.batch(3, rank)))
         assert each["values"] == results[0]["values"]
         assert len(set(each["values"])) == 2

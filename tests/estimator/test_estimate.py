@@ -354,7 +354,7 @@ class Terminal(io.StringIO):
         (False, True, 0.0, False),
     ],
 )
-def test_a_long_call_shows_its_proof_and_its_progress_on_a_terminal(
+def test_a_long_call_shows_its_checks_and_its_progress_on_a_terminal(
     monkeypatch, capsys, progress, terminal, patience, shown
 ):
     monkeypatch.setenv("TERM", "xterm")

@@ -140,7 +140,7 @@ def test_a_failed_audit_measures_all_chunks_again(monkeypatch):
     assert any("measured again" in note for note in again.notes)
 
 
-def test_measurements_of_one_model_share_a_proof(checks):
+def test_measurements_of_one_model_share_a_check(checks):
     model, x = written_net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 16, predictive=GAUSSIAN).measure()

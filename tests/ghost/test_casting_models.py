@@ -342,7 +342,7 @@ def masked_batch():
     return torch.randn(6, 7, 5), torch.arange(7) < torch.tensor([[7], [3], [5], [7], [1], [6]])
 
 
-def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on():
+def test_a_copy_that_alone_is_not_finite_is_not_used():
     model, xs, v = Masked(), masked_batch(), torch.randn(6, 4)
     assert not Masked().double()(xs[0].double(), xs[1]).isfinite().all()
     got = norms(model, xs, v)

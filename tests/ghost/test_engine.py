@@ -64,7 +64,7 @@ def agree_on_four(model):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_costs_no_proof(checks):
+def test_a_second_call_costs_no_check(checks):
     model = mlp()
     for count in (4, 4, 9, 2, 1, 64):
         agree(model, draw(count, 5), draw(count, 3))
@@ -81,7 +81,7 @@ def test_weights_may_change_between_calls(checks):
     assert len(checks) == 1
 
 
-def test_a_new_structure_is_proven_anew(checks):
+def test_a_new_structure_is_checked_again(checks):
     model = Written(
         lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)
     ).double()
@@ -145,7 +145,7 @@ def test_many_calls_leave_memory_flat():
 
 def test_the_same_call_gives_the_same_bits():
     model, x, v = images()
-    first = norms(model, x, v)  # with the proof
+    first = norms(model, x, v)  # with the checks
     assert all(torch.equal(norms(model, x, v), first) for _ in range(3))
 
 
@@ -282,8 +282,8 @@ def test_rows_that_mix_samples_have_no_layout():
     assert explains(Ragged(0), *sums, marks) is None
 
 
-def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later():
-    """A table of which the proof's samples use no row that has a gradient."""
+def test_a_gradient_that_is_zero_at_first_is_right_later():
+    """A gate that is shut for all samples of the first batch."""
     gate = Written(
         lambda m, x: m.a(x) * (x[:, :1] > 0) + x.sum(1, keepdim=True) * m.b,
         a=nn.Linear(5, 1),
@@ -310,8 +310,8 @@ def test_a_batch_of_one_settles_nothing_for_larger_ones():
             assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
 
 
-def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch):
-    """A wrong rule is found where the gradient was zero in the proof."""
+def test_what_the_first_batch_does_not_show_is_audited(monkeypatch):
+    """A wrong rule is found where the gradient was zero in the first batch."""
     wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
     gate = Written(
         lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)
@@ -325,7 +325,7 @@ def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch):
     assert fastlr.support_report(gate, x).routes["a.weight"] != "rule"
 
 
-def test_a_later_proof_can_refute_an_earlier_one(monkeypatch):
+def test_a_later_audit_can_refute_an_earlier_one(monkeypatch):
     model = Written(lambda m, x: m.a(m.a(x)) if m.twice else m.a(x), a=nn.Linear(5, 5)).double()
     model.twice = False
     agree(model, draw(4, 5), draw(4, 5))
@@ -501,7 +501,7 @@ def test_autocast_is_close():
 def test_batch_norm_of_another_library(monkeypatch):
     """Batch norm by cuDNN has another node name and another name for epsilon, and is right.
 
-    On a GPU it is the node of float32, and of the proof.
+    On a GPU it is the node of float32.
     """
     rule = rules.RULES["NativeBatchNormBackward0"]
 

@@ -63,7 +63,7 @@ def batch(count):
 
 @mark.parametrize("rearranged", [halved, viewed, paired, required])
 @mark.parametrize("count", [2, 4, 6, 10])
-def test_they_are_proven_on_four_samples(rearranged, count):
+def test_they_are_measured(rearranged, count):
     """Six and ten have halves of an odd number."""
     engine = holds(model(rearranged), batch(count))
     assert engine.folding.blocks.folded
@@ -74,7 +74,7 @@ def test_they_are_proven_on_four_samples(rearranged, count):
     ("rearranged", "count"),
     [(at_least_four, count) for count in (4, 5, 7, 8)] + [(of_four, 4), (of_four, 12)],
 )
-def test_those_that_need_four_are_proven_on_four(rearranged, count):
+def test_those_that_need_four_are_measured(rearranged, count):
     x, v = batch(count), torch.randn(count, 3, dtype=torch.float64)
     got, want = (
         fastlr.per_sample_grad_sq_norms(model(rearranged), x, v)
@@ -98,7 +98,7 @@ def test_a_loop_over_their_samples_runs_four_of_each():
     assert_close(norm, 3 * x[5].double().square().sum())
 
 
-def test_they_are_not_spared_the_proof():
+def test_interaction_in_them_is_found():
     net, x = model(mixed), batch(6)
     with raises(InteractionError):
         fastlr.per_sample_grad_sq_norms(net, x, torch.ones(6, 3, dtype=x.dtype))

@@ -361,7 +361,7 @@ def test_train_mode_is_refused_then_eval_folds():
 
 
 def test_a_wrong_fold_is_refuted(monkeypatch):
-    """A defect in the folded backward pass is found by the proof, and the model runs as it is."""
+    """A defect in the folded backward pass is found by audits, and the model runs as it is."""
     right = FoldedConv.sq_norms
 
     def wrong(ctx, grad):

@@ -240,7 +240,7 @@ def test_a_shared_input_as_long_as_the_batch(batch, shared):
 # --------------------------------------------------------------------------------------
 
 
-def test_a_position_table_cut_to_many_lengths_is_proven_once(checks):
+def test_a_position_table_cut_to_many_lengths_is_checked_once(checks):
     parts = {"table": nn.Parameter(torch.randn(90, 4)), "layer": nn.Linear(4, 3)}
     model = Written(lambda m, x: m.layer((x + m.table[: x.shape[1]]).tanh()).sum(1), **parts).eval()
     for length in range(3, 80, 7):
@@ -248,7 +248,7 @@ def test_a_position_table_cut_to_many_lengths_is_proven_once(checks):
     assert len(checks) == 1
 
 
-def test_a_hook_put_on_at_every_call_is_proven_once(checks):
+def test_a_hook_put_on_at_every_call_is_checked_once(checks):
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     x, v = torch.randn(6, 5), torch.randn(6, 3)
 
@@ -263,7 +263,7 @@ def test_a_hook_put_on_at_every_call_is_proven_once(checks):
     assert len(checks) == 1
 
 
-def test_one_sample_is_proven_once(checks):
+def test_one_sample_is_checked_once(checks):
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     for _ in range(3):
         right(model, (torch.randn(1, 5),), torch.randn(1, 3))
@@ -347,8 +347,8 @@ def test_scripted_modules_with_buffers():
     right(model, (torch.randn(6, 5),), torch.randn(6, 4))
 
 
-def test_samples_one_by_one_take_one_proof_together():
-    """One sample runs unfolded, in a graph that the proof of the folded one does not know."""
+def test_samples_one_by_one_are_checked_once_together():
+    """One sample runs unfolded, in another graph than the folded one."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()).eval()
     x = torch.randn(4, 2, 3, 3)
     for samples in (x, *x.split(1)):

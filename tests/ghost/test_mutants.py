@@ -1,7 +1,7 @@
 """One measurement finds a fault in a rule of gradient norms: it refuses, or it is right.
 
-A fault is active in float32 for more than four samples: neither in a proof on a few samples in
-float64 nor in an audit, which runs samples alone by plain autograd.
+A fault is active in float32 for more than four samples: neither on a deep copy in float64 nor in an
+audit, which runs samples alone by plain autograd.
 """
 
 import warnings

@@ -82,8 +82,8 @@ def held(order, function, before, routes):
     """Require the truth of the norms, and these routes of the Function's own parameters."""
     model = Uses(order, function, before).double()
     x = torch.randn(5, 4, dtype=torch.float64)
-    proofs = holds(model, x, route=None).ledger.parameters
-    assert {proofs["w"].route, proofs["b"].route} == routes
+    entries = holds(model, x, route=None).ledger.parameters
+    assert {entries["w"].route, entries["b"].route} == routes
 
 
 @mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
@@ -226,6 +226,6 @@ def test_an_adjoint_is_measured_without_the_loop():
         field=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
     )
     engine = holds(model.double(), torch.randn(5, 4, dtype=torch.float64), route=None)
-    routes = {name: proof.route for name, proof in engine.ledger.parameters.items()}
+    routes = {name: entry.route for name, entry in engine.ledger.parameters.items()}
     assert {routes[name] for name in routes if name.startswith("field")} == {"node"}
     assert {routes[name] for name in routes if not name.startswith("field")} == {"rule"}

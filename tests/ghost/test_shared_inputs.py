@@ -49,7 +49,7 @@ def test_an_input_of_another_size_is_shared(forward):
 @mark.parametrize("n", [2, 8])
 def test_an_input_of_as_many_rows_is_shared_where_each_output_is_of_all_of_them(forward, n):
     model, x = towers(forward), (X[:n], Y[:n])
-    for _ in range(2):  # proven, and known
+    for _ in range(2):  # checked, and known
         (note,) = fastlr.support_report(model, x).notes
         assert note.startswith(f"input 1 [{n}, 6] is shared by all samples, though it has as many")
         assert "CLIP's logits_per_image" in note

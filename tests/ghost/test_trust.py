@@ -396,7 +396,7 @@ def test_models_that_keep_the_rules(name, dtype):
 
 @mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_running_statistics_may_move():
-    """In training between two estimates, which costs no proof and no comparison."""
+    """In training between two estimates, which costs no check and no comparison."""
     model = residual()
     images = fastlr.TensorInputs(torch.randn(8, 3, 4, 4))
     compared = []

@@ -20,7 +20,7 @@ WEIGHTS = torch.rand(8, generator=seeded(4)) + 0.5
 
 @cache
 def network(dtype, seed):
-    """A network of which more than one test may ask, so that it is proven once."""
+    """A network that several tests share, so that it is checked once."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
 
