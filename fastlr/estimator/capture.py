@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.objects import INTERNAL, address
-from fastlr.ghost.state import Attributes, attributes_of
-from fastlr.ghost.writes import put_back
+from fastlr.ghost.state import Attributes
+from fastlr.ghost.writes import begin_pass
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
 # Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
@@ -122,21 +123,23 @@ def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
     These are the addresses and dtypes of tensors, and which are trained (their values may change);
     numbers and texts among the attributes of each module, the code of its hooks, and its id.
     """
-    put_back(model)
+    begin_pass(model)  # which puts back what passes have changed
     tensors = *model.parameters(), *model.buffers()
     own = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
-    return own, tuple(map(address, others)), tuple(map(_constants, attributes_of(model)))
+    attributes = Attributes(model)
+    hooks = chain.from_iterable(held.values() for held in attributes.hooks)
+    held = [getattr(hook, "__code__", type(hook)) for hook in hooks]
+    held += [address(t) for _, t in attributes.tensors]
+    return own, tuple(map(address, others)), *held, *map(_constants, attributes.modules)
 
 
-def _constants(one: Attributes) -> tuple:
-    """Return what a capture may have read of a module: numbers, tensors' addresses, code of hooks.
+def _constants(module: nn.Module) -> tuple:
+    """Return the numbers and texts that a capture may have read of a module, and its id.
 
     Containers among the attributes are read one deep.
     """
-    hooks = [hook for _, held in one.hooks for hook in held.values()]
-    found: list[Any] = [id(one.module), *(getattr(h, "__code__", type(h)) for h in hooks)]
-    found += [address(part) for _, part in one.parts if isinstance(part, Tensor)]
-    for name, value in one.held.items():
+    found: list[Any] = [id(module)]
+    for name, value in vars(module).items():
         if name in INTERNAL:
             continue
         kind = type(value)
@@ -175,8 +178,8 @@ class Captured:
     ) -> None:
         self.recorder = recorder
         self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
-        parts = (part for one in attributes_of(model) for _, part in one.parts)
-        self._held = [part.detach() for part in parts if isinstance(part, Tensor)]
+        tensors = [t for _, t in Attributes(model).tensors]
+        self._held = [t.detach() for t in tensors if not isinstance(t, nn.Parameter)]
         self.result = recorder.capture(lambda: function(*self._inputs))
 
     def replay(self, inputs: Sequence[Any]) -> Any:

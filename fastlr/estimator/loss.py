@@ -26,7 +26,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.company import InBatch
-from fastlr.ghost.writes import passes_write, written_parameters
+from fastlr.ghost.writes import LARGE, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
@@ -137,7 +137,7 @@ def redundancy_loss(
             if passes_write():
                 z = view.forward(copied(x))
             else:  # buffers may change before the loss is differentiated
-                own = dict(view.module.named_buffers()) | _copies_of_written(view)
+                own = _copies_of_small_buffers(view.module)
                 z = select_output(call_with(view.module, own, copied(x)), output)
         if carriers is not None:
             _refuse_another_output(engine, x, z, carriers)
@@ -243,13 +243,9 @@ def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _copies_of_written(view: ModelView) -> dict[str, Tensor]:
-    """Return copies, within the graph, of the parameters that forward passes write.
-
-    They are put back in the model before the loss is differentiated.
-    """
-    written = set(map(id, written_parameters(view.module)))
-    return {name: p.clone() for name, p in view.named.items() if id(p) in written}
+def _copies_of_small_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    small = [(name, b) for name, b in model.named_buffers() if b.numel() <= LARGE]
+    return {name: buffer.clone() for name, buffer in small}
 
 
 def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:

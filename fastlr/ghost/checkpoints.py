@@ -11,21 +11,20 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastlr.ghost.writes import own_hooks
+from fastlr.ghost.writes import unpack
 from fastlr.ops.torch_private import saved_tensors_are_hooked
 
 
 def is_checkpointed() -> bool:
     """Return True within a checkpointed part."""
-    return saved_tensors_are_hooked(besides=own_hooks())
+    return saved_tensors_are_hooked(besides=unpack)
 
 
 def before_checkpoints() -> AbstractContextManager:
     """Have autograd save tensors within this context as it does before a checkpointed part."""
     if not is_checkpointed():
         return nullcontext()
-    pack, unpack = own_hooks() or (_unchanged, _unchanged)
-    return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(_unchanged, _unchanged)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -404,21 +404,19 @@ class Engine:
         return z
 
     def _forward_unfolded(self, x: Any) -> Tensor:
-        """Run the model as it says, and keep no copies of what it writes."""
+        """Run the model as it says."""
         with unfolded():
-            return self._forward(x, copies=False)
+            return self._forward(x)
 
-    def _forward(self, x: Any, *, copies: bool = True) -> Tensor:
+    def _forward(self, x: Any) -> Tensor:
         """Run the model folded, on copies of the inputs unless it is known to write to none."""
         is_known_to_write_none = self._writes_inputs is False
         given = x if is_known_to_write_none else copied(x)
-        before = times_written(given)
+        before, known_to_write = times_written(given), passes_write()
         with cudnn_as_user_set(self.view.device):
-            z, lacks_copies = self.folding.run(
-                self.view.named, lambda: self.view.forward_once(given, copies=copies), given
-            )
-        if lacks_copies:
-            return self._forward(x)
+            z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
+        if passes_write() and not known_to_write:
+            return self._forward(x)  # this graph has no copies of what the pass has written
         written = times_written(given) != before
         if written and is_known_to_write_none:
             self._writes_inputs = True

@@ -12,9 +12,10 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.objects import version
-from fastlr.ghost.state import emptied, tensor_caches
+from fastlr.ghost.objects import INTERNAL, is_instance, version
+from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.agreement import agree, unexplained
+from fastlr.ops.modules import all_modules
 
 
 def caches_of(
@@ -66,3 +67,22 @@ def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) ->
 
 def _used_parameters(view: ModelView, z: Tensor) -> set[str]:
     return set(walk(z, view.parameters).parameters.values()) if z.requires_grad else set()
+
+
+def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the plain dicts among the modules' attributes that hold only tensors.
+
+    As (module, name), for dicts that hold tensors and nothing else.
+
+    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed,
+    maybe without a graph.
+    """
+    return [
+        (module, name)
+        for module in all_modules(model)
+        for name, value in vars(module).items()
+        if type(value) is dict
+        and value
+        and name not in INTERNAL
+        and all(is_instance(t, Tensor) for t in value.values())
+    ]

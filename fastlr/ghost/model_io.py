@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,7 @@ from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
 from fastlr.ghost.objects import attribute, is_instance
-from fastlr.ghost.writes import copied_if_written, first_writes, forward_pass, passes_write
+from fastlr.ghost.writes import forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
@@ -205,33 +204,10 @@ class ModelView:
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
 
-    def forward(self, x: Any, *, copies: bool = True) -> Tensor:
-        """Return the output for inputs, with its graph.
-
-        Args:
-            x: Inputs.
-            copies: Whether another pass may run before the graph runs backward.
-        """
-        z, lacks_copies = self.forward_once(copied(x) if self.is_unseen else x, copies=copies)
-        return self.forward_once(x)[0] if lacks_copies else z
-
-    @property
-    def is_unseen(self) -> bool:
-        """True if no forward pass of the model in this mode has run yet."""
-        return first_writes(self.module) is None
-
-    def forward_once(self, x: Any, *, copies: bool = True) -> tuple[Tensor, bool]:
-        """Run one forward pass.
-
-        Returns:
-            (output; whether its graph lacks copies of what the pass was the first to write, so that
-            another pass is needed).
-        """
+    def forward(self, x: Any) -> Tensor:
+        """Return the output for inputs, with its graph."""
         with torch.enable_grad():
-            before = first_writes(self.module)
-            result = call(self.module, x, copies=copies)
-            after = first_writes(self.module)
-        return select_output(result, self.output), bool(copies and after and after != before)
+            return select_output(call(self.module, x), self.output)
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""
@@ -262,29 +238,18 @@ def _axis(name: str, given: Any) -> int:
     return given.__index__()
 
 
-def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None, copies: bool = False) -> Any:
+def call(model: Callable, x: Any) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords).
 
     What torch.compile has compiled of it runs as it was written.
-
-    Args:
-        model: Model, or a function.
-        x: Inputs.
-        dtype: Type of plain floating-point tensors among the modules' attributes meanwhile.
-        copies: Whether its graph keeps copies of what the pass writes.
     """
 
     def run(x: Any, copies: bool) -> Any:
-        passing = forward_pass(model, dtype=dtype, copies=copies)
+        passing = forward_pass(model, copies=copies)
         with arguments(x) as (args, kwargs), passing, uncompiled():
             return model(*args, **kwargs)
 
-    return _run(run, x, copies)
-
-
-def _run(run: Callable[[Any, bool], Any], x: Any, copies: bool) -> Any:
-    """Run a forward pass with copies of what it writes, or without where torch allows none."""
-    if copies and passes_write():
+    if passes_write():
         try:
             return run(copied(x), True)
         except RuntimeError as error:  # torch.func takes no hooks of saved tensors
@@ -293,24 +258,14 @@ def _run(run: Callable[[Any, bool], Any], x: Any, copies: bool) -> Any:
     return run(x, False)
 
 
-def call_with(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    x: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    within: AbstractContextManager[Any] | None = None,
-) -> Any:
-    """Make a `call` with other parameters and copies of other buffers, wherever the model has them.
-
-    ``within``: a context in which the call runs, and nothing else.
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
+    """Make a `call` with other parameters and buffers, wherever the model has them.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this
     call, not the model's.
     """
-    held = {id(p): tensors[n] for n, p in model.named_parameters() if n in tensors}
-    buffers = model.named_buffers()
-    held |= {id(b): copied_if_written(tensors[n], b) for n, b in buffers if n in tensors}
+    named = (*model.named_parameters(), *model.named_buffers())
+    held = {id(t): tensors[name] for name, t in named if name in tensors}
     places = {
         f"{prefix}.{key}" if prefix else key: held[id(tensor)]
         for prefix, module in model.named_modules()
@@ -318,13 +273,8 @@ def call_with(
         for key, tensor in entries.items()
         if tensor is not None and id(tensor) in held
     }
-
-    def run(x: Any, copies: bool) -> Any:
-        passing = forward_pass(model, dtype=dtype, watched=False, copies=copies)
-        with arguments(x) as given, passing, uncompiled(), within or nullcontext():
-            return functional_call(model, places, *given, tie_weights=False)
-
-    return _run(run, x, copies=True)
+    with arguments(x) as given, forward_pass(model), uncompiled():
+        return functional_call(model, places, *given, tie_weights=False)
 
 
 def select_output(result: Any, output: OutputSelector) -> Tensor:

@@ -95,14 +95,11 @@ def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
 
 
 def forward_of(view: ModelView, batch: Batch) -> Forward:
-    """Return the function that runs the model, as it is, on samples of a batch.
-
-    Their graph runs backward before another pass: nothing of it needs to be copied.
-    """
+    """Return the function that runs the model, as it is, on samples of a batch."""
 
     def forward(samples: Sequence[int]) -> Tensor:
         with Unfused():
-            return view.forward(batch.pick(samples), copies=False)
+            return view.forward(batch.pick(samples))
 
     return forward
 

@@ -91,7 +91,7 @@ class Chunk:
     def run_folded(self, samples: Sequence[int]) -> Tensor:
         """Return the output, with its graph, for some samples, by the model as it is measured."""
         x = batch_of(self).pick(samples)
-        return self.folding.run(self.view.named, lambda: self.view.forward(x, copies=False))
+        return self.folding.run(self.view.named, lambda: self.view.forward(x))
 
     @property
     def needs_rules(self) -> bool:

@@ -1,7 +1,7 @@
 """The attributes of a model's modules, put back where a forward pass has changed them.
 
-In: a module. Out: its entries, containers, hooks and buffers by identity (`Attributes`). The values
-of tensors are kept by `fastlr.ghost.writes`.
+In: a module. Out: its entries, containers and hooks by identity (`Attributes`). The values of
+tensors are kept by `fastlr.ghost.writes`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from fastlr.ghost.objects import INTERNAL, instance_dict, is_instance, version
-from fastlr.ops.modules import all_modules
+from fastlr.ghost.objects import INTERNAL, instance_dict, version
 
 # Ids, as the class of an attribute may be one that cannot be hashed.
 _DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict, Counter)))
-_CONTAINERS = _DICTS.union(map(id, (list, set, deque)))
+_CONTAINERS = _DICTS.union(map(id, (list, set, deque, tuple)))
 _MOST = 256  # entries of a container that are looked at
 _DEEP = 5  # containers and objects within each other that are looked at in an input
-_REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
-_HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
+_HOOKS = frozenset(n for n in INTERNAL if n.startswith(("_forward", "_backward")))
+# Of classes of their own in scripted modules.
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
+_SKIPPED = INTERNAL - _REGISTRIES - {"_non_persistent_buffers_set"}
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -50,147 +49,87 @@ def train_flags_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Attributes:
-    """The state of one module, but for the values of tensors.
+    """The attributes of a model's modules, as they were when this was made.
+
+    Containers among them are looked at one deep.
 
     Attributes:
-        module: The module.
-        held: Its attributes by name, as they are now.
-        hooks: Its registries of hooks that are not empty, with copies.
-        parts: Tensors and modules that its attributes and their containers hold, with names.
+        modules: The modules of the model, and those that attributes hold.
+        hooks: Registries of the modules' hooks.
+        tensors: Parameters, buffers and other tensors, each with the name of what holds it.
+        known: Ids of these modules and tensors.
     """
 
-    __slots__ = (
-        "_buffers",
-        "_contents",
-        "_entries",
-        "_modules",
-        "_parameters",
-        "held",
-        "hooks",
-        "module",
-        "parts",
-    )
+    def __init__(self, model: nn.Module) -> None:
+        self.hooks: list[Any] = []
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.known = {id(model)}
+        self._contents = list[Any]()  # containers, and what they held
+        self._empty: list[Any] = []
+        self._scripted = list[Any]()  # registries of scripted modules
+        self._found = [(model, "")]
+        for module, prefix in self._found:  # which grows meanwhile
+            self._take(vars(module), prefix)
+        self.modules = [module for module, _ in self._found]
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.held = module, vars(module)
-        self._entries = self.held.copy()
-        names = self.held.get("_non_persistent_buffers_set")
-        self._contents: list[tuple[Any, Any]] = [] if names is None else [(names, names.copy())]
-        self.parts: list[tuple[str, Any]] = []
-        hooks = filter(None, map(self.held.get, _HOOKS))
-        self.hooks = [(registry, registry.copy()) for registry in hooks]
-        self._buffers = dict(module._buffers.items())
-        self._modules = dict(module._modules.items())
-        self._parameters = list(module._parameters.values())
-        for name in self.held.keys() - INTERNAL:
-            value = self.held[name]
-            kind = type(value)
-            if kind is tuple or id(kind) in _CONTAINERS:
-                if kind is not tuple:
-                    self._contents.append((value, value.copy()))
-                self.parts += [(name, e) for e in islice(_values(value), _MOST) if _is_part(e)]
-            elif _is_part(value):
-                self.parts.append((name, value))
+    def _take(self, held: dict[str, Any], prefix: str) -> None:
+        self._contents.append((held, held.copy()))
+        for name, value in held.items():
+            if name in _HOOKS:
+                self.hooks.append(value)
+            elif name in _REGISTRIES:
+                self._keep(value)
+                for key, entry in value.items():
+                    self._enter(entry, prefix, key)
+            elif name in _SKIPPED:
+                continue
+            elif id(type(value)) in _CONTAINERS:
+                self._keep(value)
+                for entry in islice(_values(value), _MOST):
+                    self._enter(entry, prefix, name)
+            else:
+                self._enter(value, prefix, name)
 
-    @property
-    def has_built(self) -> bool:
-        """True if the module has made submodules or parameters, with which the rest belongs."""
-        before, now = self._modules, self.module._modules.items()
-        if any(part is not None and before.get(name) is None for name, part in now):
-            return True
-        return not _same(self.module._parameters.values(), self._parameters)
+    def _keep(self, container: Any) -> None:
+        if not container:
+            self._empty.append(container)
+        elif id(type(container)) in _CONTAINERS:
+            self._contents.append((container, copy(container)))
+        else:
+            self._scripted.append((container, dict(container.items())))
 
-    def restore(self) -> bool:
-        """Put back what differs in the module; False if it has built other parts, and stays.
+    def _enter(self, value: Any, prefix: str, name: str) -> None:
+        """Enter what an attribute, or a container among them, holds."""
+        kind = type(value)
+        is_tensor = kind is Tensor or kind is nn.Parameter
+        if not (is_tensor or issubclass(kind, nn.Module)) or id(value) in self.known:
+            return
+        self.known.add(id(value))
+        if not is_tensor:
+            self._found.append((value, f"{prefix}{name}."))
+        elif not value.is_inference():
+            self.tensors.append((f"{prefix}{name}", value))
 
-        Hooks that were registered since also stay: see `remove_hooks_since`.
-        """
-        if self.has_built:
-            return False
-        module, held, entries = self.module, self.held, self._entries
-        if not (_same(held, entries) and all(map(is_, held.values(), entries.values()))):
-            self._put_back_entries()
-        for value, before in self._contents:
-            _refill(value, before)
-        for registry, before in self.hooks:
-            if not before.keys() <= registry.keys():
-                now = registry.copy()
-                registry.clear()
-                registry.update(before | now)
-        for registry, entries in (module._buffers, self._buffers), (module._modules, self._modules):
-            if not _same(registry.values(), entries.values()):
-                _put_back_registry(registry, entries)
-        return True
-
-    def _put_back_entries(self) -> None:
-        for name in [n for n in self.held if n not in self._entries and n not in INTERNAL]:
-            del self.held[name]
-        for name, value in self._entries.items():
-            if name not in self.module._buffers and self.held.get(name, self) is not value:
-                self.held[name] = value
+    def put_back(self) -> None:
+        """Put back what differs, but for hooks."""
+        for container in filter(None, self._empty):
+            container.clear()
+        for container, before in self._contents:
+            refill(container, before)
+        for registry, entries in self._scripted:
+            for name in [name for name, entry in entries.items() if registry[name] is not entry]:
+                registry[name] = entries[name]
 
 
-def _put_back_registry(registry: Any, entries: dict[str, Any]) -> None:
-    if isinstance(registry, _REGISTRIES):
-        registry.clear()
-    for name, entry in entries.items():
-        registry[name] = entry
-
-
-def _is_part(value: Any) -> bool:
-    kind = type(value)
-    return kind is Tensor or kind is nn.Parameter or issubclass(kind, nn.Module)
-
-
-def attributes_of(model: nn.Module) -> list[Attributes]:
-    """Return the state of a model's modules, and of those that attributes of theirs hold."""
-    modules = all_modules(model)
-    known = set(map(id, modules))
-    attributes = list(map(Attributes, modules))
-    for one in attributes:  # which grows meanwhile
-        for _, part in one.parts:
-            if id(part) not in known and isinstance(part, nn.Module):
-                others = [module for module in all_modules(part) if id(module) not in known]
-                known.update(map(id, others))
-                attributes += map(Attributes, others)
-    return attributes
-
-
-def remove_hooks_since(number: int, attributes: Iterable[Attributes]) -> None:
-    """Remove hooks of modules that were registered since a handle would have had a number.
-
-    Those of modules that have built other parts stay.
-    """
-    if RemovableHandle.next_id == number:
-        return
-    for one in attributes:
-        if one.has_built:
-            continue
-        # A model that was unpickled may have hooks of any number.
-        kept = {id(registry): before for registry, before in one.hooks}
-        for registry in filter(None, map(one.held.get, _HOOKS)):
-            before = kept.get(id(registry), ())
-            for handle in [h for h in registry if h not in before and _is_since(h, number)]:
-                del registry[handle]
-
-
-def _is_since(handle: Any, number: int) -> bool:
-    return not isinstance(handle, int) or handle >= number
-
-
-def _refill(value: Any, before: Any) -> None:
+def refill(value: Any, before: Any) -> None:
     """Give a container the contents that it had, if it has others."""
-    if id(type(value)) in _DICTS:
-        if not (_same(value, before) and _same(value.values(), before.values())):
-            value.clear()
-            value.update(before)
-    elif type(value) is set:
-        if {id(v) for v in value} != {id(v) for v in before}:
-            value.clear()
-            value.update(before)
-    elif not _same(value, before):
-        value.clear()
+    if _same(value, before) and _same(_values(value), _values(before)):
+        return
+    value.clear()
+    if type(value) in (list, deque):
         value.extend(before)
+    else:
+        value.update(before)
 
 
 class Contents:
@@ -207,8 +146,7 @@ class Contents:
             return
         if callable(thing):  # modules and functions
             return
-        is_container = type(thing) is tuple or id(type(thing)) in _CONTAINERS
-        held: Any = thing if is_container else instance_dict(thing)
+        held: Any = thing if id(type(thing)) in _CONTAINERS else instance_dict(thing)
         if held is None or not depth or id(held) in self._parts or len(held) > _MOST:
             return
         self._parts[id(held)] = held, copy(held)
@@ -217,17 +155,14 @@ class Contents:
 
     def restore(self) -> bool:
         """Put the contents back, and return True if a tensor was exchanged or written."""
-        is_changed = False
+        entries = chain.from_iterable(_values(held) for held, _ in self._parts.values())
+        is_changed = not self._tensors.keys() <= set(map(id, entries))
         for t, times, values in self._tensors.values():
             if version(t) != times:
                 t.data.copy_(values)
                 is_changed = True
         for held, before in self._parts.values():
-            now = set(map(id, _values(held)))
-            tensors = [t for t in _values(before) if isinstance(t, Tensor)]
-            is_changed |= any(id(t) not in now for t in tensors)
-            if type(held) is not tuple:
-                _refill(held, before)
+            refill(held, before)
         return is_changed
 
 
@@ -242,7 +177,7 @@ _emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emp
 def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
     """Run forward passes of ours within this context with these dicts empty.
 
-    These passes are those of `forward_pass`; for the dicts see `tensor_caches`.
+    These passes are those of `forward_pass`; for the dicts see `fastlr.ghost.model_caches`.
     """
     token = _emptied.set(caches)
     try:
@@ -251,50 +186,4 @@ def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
         _emptied.reset(token)
 
 
-def emptied_caches() -> Collection[tuple[nn.Module, str]]:
-    """Return the dicts that forward passes run without here."""
-    return _emptied.get()
-
-
-def cast_attributes(held: dict[str, Any], dtype: torch.dtype) -> None:
-    """Cast plain floating-point tensors among a module's attributes.
-
-    One container deep; not those that require grad.
-    """
-
-    def cast(t: Any) -> Any:
-        plain = is_instance(t, Tensor) and t.is_floating_point() and not t.requires_grad
-        return t.to(dtype) if plain else t
-
-    for name, value in list(held.items()):
-        if name in INTERNAL:
-            continue
-        kind = type(value)
-        if is_instance(value, Tensor):
-            held[name] = cast(value)
-        elif kind is tuple and any(is_instance(t, Tensor) for t in value):
-            held[name] = tuple(map(cast, value))
-        elif kind is not set and id(kind) in _CONTAINERS:
-            places = value.items() if id(kind) in _DICTS else enumerate(value)
-            for place, t in list(places):
-                if is_instance(t, Tensor):
-                    value[place] = cast(t)
-
-
-def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the plain dicts among the modules' attributes that hold only tensors.
-
-    As (module, name), for dicts that hold tensors and nothing else.
-
-    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed,
-    maybe without a graph.
-    """
-    return [
-        (module, name)
-        for module in all_modules(model)
-        for name, value in vars(module).items()
-        if type(value) is dict
-        and value
-        and name not in INTERNAL
-        and all(is_instance(t, Tensor) for t in value.values())
-    ]
+emptied_caches = _emptied.get  # the dicts that forward passes run without here

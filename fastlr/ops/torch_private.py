@@ -123,17 +123,18 @@ def is_transformed(tensor: Tensor) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def saved_tensors_are_hooked(*, besides: tuple[Any, Any] | None = None) -> bool:
+def saved_tensors_are_hooked(*, besides: Any = None) -> bool:
     """Return True if default hooks see what autograd's nodes save here.
 
-    They do within a checkpointed part; those that are ``besides`` do not count.
+    They do within a checkpointed part. Hooks that unpack by ``besides`` do not count.
 
     The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it,
     more slowly.
     """
     name = "_C._autograd._top_saved_tensors_default_hooks"
     if _has(name):
-        return _get(name)(True) not in (None, besides)
+        top = _get(name)(True)
+        return top is not None and top[1] is not besides
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("fastlr looks whether there are any"):
             return False

@@ -1,6 +1,7 @@
-"""Forward passes that write parameters leave them as they were, once they are measured."""
+"""Models whose forward passes write their parameters are refused by name, and left as they were."""
 
 import warnings
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,7 @@ from torch.testing import assert_close
 from untouched import MEASURES, untouched
 
 import fastlr
-from fastlr.errors import RandomForwardError
-from fastlr.ghost.writes import written_parameters
+from fastlr.ghost.writes import ModelState
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -66,75 +66,60 @@ def one_layer(function):
 SHORTENING = [shortening, shortening_unseen, shortening_elsewhere]
 
 
+def written(name):
+    return refused(rf"writes parameters of the model \({name}\)", fastlr.ModelError)
+
+
 @mark.parametrize("function", SHORTENING)
 @mark.parametrize("name", MEASURES)
 def test_a_norm_held_by_hand(name, function):
     model, x = one_layer(function), torch.randn(4, 5)
-    for _ in range(3):
-        with untouched(model):
-            MEASURES[name](model, x)
-
-
-@mark.parametrize("function", SHORTENING)
-def test_norms_are_of_the_model_as_its_pass_makes_it(function):
-    model, x, v = one_layer(function), torch.randn(4, 5), torch.randn(4, 3)
-    got = [norms(model, x, v) for _ in range(2)]
-    want = truth(model, (x,), v)
-    for one in got:
-        assert_close(one, want, rtol=1e-4, atol=0)
-
-
-def test_a_trained_model_is_written_at_every_call():
-    """What was measured once may be as long as it may be, and written only later."""
-    model, x = one_layer(shortening), torch.randn(4, 5)
-    MEASURES["norms"](model, x)
-    with torch.no_grad():
-        model.layer.weight.mul_(7)
-    with untouched(model):
-        MEASURES["norms"](model, x)
-
-
-def test_the_memory_of_a_parameter_stays():
-    model, x = one_layer(shortening_elsewhere), torch.randn(4, 5)
     place = model.layer.weight.data_ptr()
-    MEASURES["estimate"](model, x)
+    for _ in range(2):
+        with untouched(model), written("layer.weight"):
+            MEASURES[name](model, x)
     assert model.layer.weight.data_ptr() == place
 
 
-def test_a_loss_of_a_model_that_writes_has_its_gradient():
-    model, x = one_layer(shortening), torch.randn(4, 5)
-    fastlr.redundancy_loss(model, x, seed=0).backward()
-    got = model.layer.weight.grad.clone()
-    model.zero_grad()
-    with torch.no_grad():
-        shortening(model, x)
-    model.function = lambda net, x: F.gelu(net.layer(x))
-    fastlr.redundancy_loss(model, x, seed=0).backward()
-    assert_close(got, model.layer.weight.grad)
-
-
-@mark.parametrize("name", ["norms", "estimate"])
-def test_passes_that_differ_by_what_they_write(name):
-    model, x = two_layers(), torch.randn(4, 5)
-    for _ in range(2):
-        words = r"writes what the next one reads \(teacher.weight\)"
-        with untouched(model), refused(words, RandomForwardError):
-            MEASURES[name](model, x)
-
-
-def test_passes_that_draw_and_write():
-    def both(net, x):
-        return averaging(net, x) + torch.rand(())
-
-    model, x = two_layers(), torch.randn(4, 5)
-    model.function = both
-    with untouched(model), refused("at random", RandomForwardError):
+@mark.parametrize("train", [False, True])
+def test_a_teacher_that_follows_its_student(train):
+    """So do MoCo and BYOL, where the teacher is frozen."""
+    model, x = two_layers().train(train), torch.randn(4, 5)
+    with untouched(model), written("teacher.weight"):
         MEASURES["norms"](model, x)
+
+
+def test_a_model_that_is_written_only_once_it_was_trained():
+    """What was measured once may be as long as it may be, and written only later."""
+    model, x = one_layer(shortening), torch.randn(4, 5)
+    model(x)
+    MEASURES["norms"](model, x)
+    with torch.no_grad():
+        model.layer.weight.mul_(7)
+    for _ in range(2):
+        with untouched(model), written("layer.weight"):
+            MEASURES["norms"](model, x)
 
 
 def test_a_pass_that_fails():
     model, x = one_layer(failing), torch.randn(4, 5)
     with untouched(model), raises(fastlr.FastlrError):
+        MEASURES["norms"](model, x)
+
+
+def test_a_pass_that_fails_before_it_writes():
+    """A pass that did not end has not shown what the next one writes."""
+
+    def failing_at_first(net, x):
+        z = net.layer(x)
+        net.layer.weight.data.mul_(2)
+        return z
+
+    model = one_layer(failing_at_first)
+    with raises(fastlr.FastlrError):
+        MEASURES["norms"](model, torch.randn(4, 7))
+    x = torch.randn(4, 5)
+    with untouched(model), written("layer.weight"):
         MEASURES["norms"](model, x)
 
 
@@ -145,13 +130,14 @@ def test_what_is_written_in_train_mode_alone():
     model, x = one_layer(only_in_training), torch.randn(4, 5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for mode in (False, True, False, True):
-            model.train(mode)
-            with untouched(model):
+        for _ in range(2):
+            with untouched(model.train()), written("layer.weight"):
+                MEASURES["norms"](model, x)
+            with untouched(model.eval()):
                 MEASURES["norms"](model, x)
 
 
-def test_what_begins_to_be_written_late_is_refused_once():
+def test_what_begins_to_be_written_late():
     def late(net, x):
         return shortening(net, x) if net.late else F.gelu(net.layer(x))
 
@@ -163,18 +149,96 @@ def test_what_begins_to_be_written_late_is_refused_once():
         MEASURES["norms"](model, x)
     with torch.no_grad():
         model.layer.weight.mul_(7)
-    with untouched(model):
+    with untouched(model), written("layer.weight"):
         MEASURES["norms"](model, x)
+
+
+def built(net, x):
+    if not hasattr(net, "head"):
+        net.head = nn.Linear(5, 3)
+    return net.head(x)
+
+
+def exchanged(net, x):
+    net.head.weight = nn.Parameter(torch.ones(3, 5))
+    return net.head(x)
+
+
+@mark.parametrize(("function", "parts"), [(built, {}), (exchanged, {"head": nn.Linear(5, 3)})])
+def test_parameters_that_a_pass_builds(function, parts):
+    net, x = Written(function, layer=nn.Linear(5, 3), **parts).eval(), torch.randn(4, 5)
+    with untouched(net), written("head.weight.*"):
+        MEASURES["norms"](net, x)
 
 
 def test_nothing_is_kept_of_parameters_that_nobody_writes():
     model, x = one_layer(lambda net, x: F.gelu(net.layer(x))), torch.randn(4, 5)
     for measure in MEASURES.values():
         measure(model, x)
-    assert written_parameters(model) == []
-    writes = one_layer(shortening)
-    MEASURES["norms"](writes, x)
-    assert [p is writes.layer.weight for p in written_parameters(writes)] == [True]
+    assert ModelState(model).kept == []
+
+
+def test_parameters_that_are_no_numbers_are_not_taken_for_written():
+    model = one_layer(lambda net, x: F.gelu(net.layer(x)))
+    with torch.no_grad():
+        model.layer.weight[0, 0] = float("nan")
+    with refused("not a number", fastlr.errors.NonFiniteError):
+        MEASURES["norms"](model, torch.randn(4, 5))
+
+
+# -- embeddings, whose forward pass limits the norm of the rows that it reads
+# --------------------------------------------------------------------------------------------------
+
+
+def tied(net, ids):
+    return F.linear(net.table(ids).tanh(), net.table.weight)
+
+
+def in_a_bag(net, ids):
+    return net.head(net.table(ids[:, None].expand(-1, 2)).tanh())
+
+
+def limited(function):
+    """A table of rows that are too long, and a head."""
+    kind = nn.EmbeddingBag if function is in_a_bag else nn.Embedding
+    return Written(function, table=kind(6, 5, max_norm=0.5), head=nn.Linear(5, 6)).eval()
+
+
+@mark.parametrize("function", [lambda net, ids: net.head(net.table(ids).tanh()), in_a_bag])
+def test_rows_of_limited_norm(function):
+    net, ids, v = limited(function), torch.tensor([0, 3, 4]), torch.randn(3, 6)
+    for _ in range(2):
+        with untouched(net):
+            got = norms(net, ids, v)
+        assert_close(got, truth(deepcopy(net), (ids,), v), rtol=1e-5, atol=0)
+
+
+def test_rows_of_limited_norm_that_are_the_head_too():
+    """A sample alone leaves the rows of the others long, and has another output."""
+    net, ids, v = limited(tied), torch.tensor([0, 3, 4]), torch.randn(3, 6)
+    with untouched(net), refused("another output|interact", fastlr.InteractionError):
+        norms(net, ids, v)
+    ids = torch.full((3,), 2)
+    with untouched(net):
+        got = norms(net, ids, v)
+    assert_close(got, truth(deepcopy(net), (ids,), v), rtol=1e-5, atol=0)
+
+
+def test_a_loss_of_rows_of_limited_norm_has_its_gradient():
+    net, ids = limited(tied), torch.full((3,), 2)
+    with untouched(net):
+        loss = fastlr.redundancy_loss(net, ids, seed=0)
+    loss.backward()
+    short = deepcopy(net)
+    short.zero_grad()
+    short(ids)
+    short.table.max_norm = None
+    fastlr.redundancy_loss(short, ids, seed=0).backward()
+    assert_close(net.table.weight.grad, short.table.weight.grad)
+
+
+# -- parameters in another dtype
+# --------------------------------------------------------------------------------------------------
 
 
 def routing_in_float32(net, x):
