@@ -184,16 +184,6 @@ class Batch:
                     row.mul_(factor)
         return part
 
-    def jittered(self, need: int) -> Batch:
-        """Return the first sample with jittered copies, ``need`` samples in all."""
-        leaves = tree_flatten(self.pick([0]))[0]
-        generator = torch.Generator().manual_seed(5)
-        for i in self.batched:
-            row = leaves[i].select(self.in_dim, 0)
-            rows = [row, *(_jitter(row, k, generator) for k in range(1, need))]
-            leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
-        return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
-
 
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:
     """Return the numbers of samples as a tensor on a device.
@@ -217,10 +207,3 @@ def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
     if order == list(range(t.ndim)):
         return t
     return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
-
-
-def _jitter(row: Tensor, shift: int, generator: torch.Generator) -> Tensor:
-    if row.is_floating_point():
-        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
-        return row + (0.25 * row.abs().mean().nan_to_num(1.0, 1.0, 1.0) + 0.1) * noise
-    return row.roll(shift, -1) if row.ndim else row

@@ -215,8 +215,7 @@ class Engine:
         """
         self.run(x, generic_cotangent)
         batch = self._batch_of_last_call(self.view.inputs(x))
-        some = batch.part(spread(batch.count)) if batch.count > 1 else batch.jittered(SAMPLES)
-        checked = self._checked_on_copy(some)
+        checked = self._checked_on_copy(batch.part(spread(batch.count)))
         if checked is None:
             return self.ledger, ""
         entries = dict(checked.ledger.parameters)

@@ -123,7 +123,7 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
                 compared(chunk)
             known = _with_sides(chunk, known)
         elif known is None:
-            _require_independence_of_one(chunk)
+            require_independence(chunk.view, batch_of(chunk))  # it draws nothing at random
             known = KnownStructure([], [], Structure([]), {})
         if key.structure not in structures:
             _check_absent(chunk)
@@ -131,17 +131,6 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
         structures.put(key.structure, known).plans.put(key.plan, shapes)
     known.classify(chunk.graph)
     return Plan(chunk.flags, known, shapes, key, is_new)
-
-
-def _require_independence_of_one(chunk: Chunk) -> None:
-    """Require that a single sample gives the same among jittered copies, if the model takes any."""
-    batch = batch_of(chunk)
-    try:
-        require_independence(chunk.view, batch.jittered(SAMPLES))
-    except FAILURES as error:  # the model may take one sample only
-        if isinstance(error, FastlrError) or out_of_memory(error):
-            raise
-        require_independence(chunk.view, batch)
 
 
 def _check_absent(chunk: Chunk) -> None:

@@ -254,6 +254,7 @@ class Gated(nn.Module):
 
 
 def test_which_units_count():
+    torch.manual_seed(0)
     model, x = Gated(), torch.rand(5, 2)
     paper = metrics.dormant_ratio(model, x)
     assert paper.details == {"units": 4, "dormant": 2}
