@@ -26,7 +26,8 @@ from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.record import Ledger
 
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
-SCALE, SMALL_SCALE = 20, 3  # exponents of two: so much larger cotangents; in dtypes of small range
+FAR = 0.05  # difference of norms for cotangents of far other sizes that is rounding
+SCALE, SMALL_SCALE = 12, 3  # exponents of two: so much larger cotangents; in dtypes of small range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
 
 
@@ -35,7 +36,7 @@ class Scale(NamedTuple):
 
     Attributes:
         exponent: Power of two by which cotangents are scaled.
-        close: Difference of squared norms that is rounding, in parts of their sum.
+        close: Difference of squared norms that is rounding, in parts of themselves.
         tiny: Smallest number of full precision.
     """
 
@@ -52,22 +53,33 @@ class Scale(NamedTuple):
         digits = min((dtype.itemsize for dtype in dtypes), default=8)
         return Scale(SCALE, {8: 1e-6, 4: 1e-3}.get(digits, 0.05), tiny)
 
-    def require(self, norms: Tensor, scaled: Tensor, parameters: Iterable[Tensor]) -> None:
+    def require(
+        self,
+        norms: Tensor,
+        scaled: Tensor,
+        factor: Tensor | float,
+        parameters: Iterable[Tensor],
+        close: float | None = None,
+    ) -> None:
         """Require that squared norms [parameters] scale.
 
         Args:
             norms: Squared norms for a cotangent.
-            scaled: Squared norms for it times two to the power of ``exponent``.
+            scaled: Squared norms for another, a multiple of it.
+            factor: What the latter are to be multiplied by.
             parameters: The parameters.
+            close: Difference that is rounding instead of `close`.
         """
+        close = close or self.close
         elements = norms.new_tensor([p.numel() for p in parameters])
-        allowed = self.close * norms.sum() + elements * self.tiny**2
-        if not bool(((scaled * 4.0**-self.exponent - norms).abs() <= allowed).all()):
-            times = f"2^{self.exponent} times"
+        faint = 1e-6 * norms.sum() if self.tiny < 1e-30 else norms.sum()
+        allowed = close * (norms + faint) + elements * self.tiny**2 * factor
+        allowed = torch.maximum(allowed, elements * self.tiny**2)
+        if not bool(((scaled * factor - norms).abs() <= allowed).all()):
             raise NonlinearBackwardError(
-                f"gradients do not scale as the output's do: {times} the one does not give {times} "
-                "the others. Something changes them on the way, such as a hook that clips them or "
-                "adds to them; remove it for the measurement"
+                "gradients do not scale as the output's do: a multiple of the one does not give "
+                "the same multiple of the others. Something changes them on the way, such as a "
+                "hook that clips them or adds to them; remove it for the measurement"
             )
 
 
@@ -112,27 +124,33 @@ class SampleAudit:
         self.batch = batch.part(range(sample, sample + 1))
         narrow = torch.float16 in (ledger.dtype, z.dtype, autocast_dtype(z.device))
         self.own_v, factor = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)
+        self.of_unit = factor
         self.own_row = view.row(z, sample).clone()
         self.norms = table[:, sample] * factor
         by_loop = [name in ledger.loop for name in view.parameters]
         self.by_loop = torch.tensor(by_loop, device=z.device) if any(by_loop) else None
         self.tolerance = norm_tolerance(view, ledger, z.device)
 
-    def run(self, scale: Scale | None = None) -> Tensor:
+    def run(self, scale: Scale | None = None, unit_v: Tensor | None = None) -> Tensor:
         """Run the sample; return on the device whether its output and its norms [2] may differ.
 
         Args:
-            scale: Scale by which its gradients are required to follow its cotangent, if any.
+            scale: How its gradients are required to follow its cotangent, if at all.
+            unit_v: Its cotangent of unit size, for `scale`.
         """
         samples = SingleSamples(
             forward_of(self.view, self.batch), self.view.out_dim, self.view.parameters
         )
-        v = self.own_v
-        beside = samples.run(0, [v] if scale is None else [v, v * 2.0**scale.exponent])
+        cotangents = [self.own_v]
+        if scale is not None and unit_v is not None:
+            cotangents += [self.own_v * 2.0**scale.exponent, unit_v]
+        beside = samples.run(0, cotangents)
         self.row, self.exact = beside.row, torch.stack(beside.norms[0])
         if scale is not None:
-            scaled = torch.stack(beside.norms[1])
-            scale.require(self.exact, scaled, self.view.parameters.values())
+            larger, of_unit = map(torch.stack, beside.norms[1:])
+            parameters = list(self.view.parameters.values())
+            scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, FAR)
+            scale.require(self.exact, of_unit, self.of_unit, parameters)
         relative = unexplained(self.own_row, self.view.parameters.values())
         differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
@@ -272,4 +290,5 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor, *, always: boo
         scaled = (v * 2.0**to_unit_size).to(z.dtype) * 2.0**exponent
         return torch.stack(exact_grads(z, view.parameters, scaled, retain=True))
 
-    scale.require(norms(0), norms(scale.exponent), view.parameters.values())
+    larger = norms(scale.exponent)
+    scale.require(norms(0), larger, 4.0**-scale.exponent, view.parameters.values(), FAR)

@@ -77,6 +77,7 @@ from fastlr.ops.modules import all_modules
 from fastlr.ops.torch_private import anything_compiled
 
 MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed
+MOST_DEEP_COPIES = 8  # structures that deep copies test, of a model whose data choose its graph
 _MEANINGLESS = (
     InteractionError,
     RandomForwardError,
@@ -352,6 +353,7 @@ class Engine:
         self._refuse_gradients_not_finite(table)
         if self._audit(chunk, plan, first, norms, check):
             return self._run_once(x, cotangent, check)  # what was wrong goes by a slower route now
+        plan.keep()
         self._plan = plan
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
@@ -481,12 +483,11 @@ class Engine:
                 scale = Scale.of(chunk.graph.float_dtypes()) if scales else None
                 wrong |= self._audit_of_sample(chunk, plan, sample, one, norms, scale)
         if wrong:
-            plan.drop()
             _refuse_blocks_with(chunk.graph, wrong)
             for name, reason in wrong.items():
                 chunk.ledger.step_down(name, reason)
         elif plan.is_new and not self.is_copy:
-            self._check_what_audits_do_not_show(chunk)
+            self._check_what_audits_do_not_show(chunk, plan)
         return bool(wrong)
 
     def _audit_of_sample(
@@ -503,7 +504,7 @@ class Engine:
         measured = batch, sample, chunk.z.detach(), one, norms
         again = lambda: batch, partial(self._forward, chunk.x)
         audit = SampleAudit(view, chunk.ledger, *measured, *again)
-        may_differ, may_be_wrong = audit.run(scale).tolist()
+        may_differ, may_be_wrong = audit.run(scale, view.row(one.v, sample)).tolist()
         if may_differ and not audit.has_its_output():
             self._refuse_output_alone(chunk, plan, sample)
         off = audit.refuted() if may_be_wrong else {}
@@ -519,18 +520,19 @@ class Engine:
                 chunk.ledger.enter_audit(name, deviation)
         return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in off}
 
-    def _check_what_audits_do_not_show(self, chunk: Chunk) -> None:
+    def _check_what_audits_do_not_show(self, chunk: Chunk, plan: Plan) -> None:
         """Check a deep copy where few digits or parameters of zeros hide errors of the rules."""
-        ledger, tested = chunk.ledger, chunk.flags.tested_on_copy
+        ledger, tested = chunk.ledger, plan.structure.tested_on_copy
         of_rules = [name for name, p in ledger.parameters.items() if p.route in ("rule", "node")]
         untested = [name for name in of_rules if not ledger.parameters[name].was_tested]
         hidden = bool(untested) and bool(all_zero(self.parameters.values()))
         few_digits = has_few_digits(self.parameters.values(), self.view.device)
         names = of_rules if few_digits else untested if hidden else []
-        if tested.issuperset(names):
+        if tested.issuperset(names) or chunk.flags.deep_copies >= MOST_DEEP_COPIES:
             return
-        tested.update(names)
         checked = self._checked_on_copy(batch_of(chunk).part(spread(chunk.count)))
+        tested.update(names)
+        chunk.flags.deep_copies += 1
         if checked is None:
             ledger.note("no deep copy of it runs like the model: it was checked as it is alone")
             return

@@ -81,6 +81,7 @@ class KnownStructure:
         uses: Uses of parameters.
         sizes: Shapes of the nodes on the parameter side.
         plans: Plans by shapes.
+        tested_on_copy: Names of parameters that a deep copy has tested.
     """
 
     sides: list[int]
@@ -88,6 +89,7 @@ class KnownStructure:
     uses: Structure
     sizes: dict[int, tuple]
     plans: Recent[tuple, ShapePlan] = field(default_factory=Recent)
+    tested_on_copy: set[str] = field(default_factory=set)
 
     @staticmethod
     def of(graph: Graph) -> KnownStructure:
@@ -112,12 +114,12 @@ class KnownFlags:
         flags: Key of this state.
         ledger: Routes of the parameters.
         structures: Structures of the graph by their signatures.
-        largest_compared: Most samples of a batch that was compared with halves of it, by
-            structure.
+        largest_compared: Most elements in the graph of a batch that was compared with halves of
+            it, by structure.
         inputs_with_samples: Inputs that carry samples, by number of samples and shapes.
         shapes_of_one_sample: Shapes of inputs that are one sample.
         right_copies: Number of copies of a single sample that are run at once.
-        tested_on_copy: Names of parameters that a deep copy has tested.
+        deep_copies: Number of structures that deep copies have tested.
     """
 
     flags: tuple
@@ -127,7 +129,7 @@ class KnownFlags:
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     right_copies: RightCopies = field(default_factory=RightCopies)
-    tested_on_copy: set[str] = field(default_factory=set)
+    deep_copies: int = 0
 
 
 @dataclass(eq=False)
@@ -139,6 +141,7 @@ class Plan:
         structure: Structure of the batch's graph.
         shapes: Plan of its shapes.
         key: Key of the batch.
+        elements: Number of elements in the graph.
         is_new: Whether nothing was planned for its shapes before.
     """
 
@@ -146,6 +149,7 @@ class Plan:
     structure: KnownStructure
     shapes: ShapePlan
     key: Key
+    elements: int
     is_new: bool
 
     @property
@@ -153,9 +157,11 @@ class Plan:
         """Number of samples."""
         return self.key.shapes[0]
 
-    def drop(self) -> None:
-        """Have the plan of these shapes made again for the next batch."""
-        self.structure.plans.drop(self.key.plan)
+    def keep(self) -> None:
+        """Keep the plan for the next batch, once the audits of this one have passed."""
+        key, largest = self.key, self.flags.largest_compared
+        self.flags.structures.put(key.structure, self.structure).plans.put(key.plan, self.shapes)
+        largest.put(key.structure, max(self.elements, largest.get(key.structure) or 0))
 
 
 class Known:

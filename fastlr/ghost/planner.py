@@ -6,6 +6,7 @@ are found, and `locate_samples` finds the rows of each sample. `fastlr.ghost.kno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from fastlr.ghost.batch import Batch, copied
 from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_folds_of_several_images
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.graph import Graph, Place, walk
+from fastlr.ghost.graph import PARAMETER, Graph, Place, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, Plan, ShapePlan
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.ownership import trace, without_rows
@@ -94,6 +95,11 @@ class Chunk:
         return self.folding.run(self.view.named, lambda: self.view.forward(x))
 
     @property
+    def elements(self) -> int:
+        """Number of elements in the graph."""
+        return sum(math.prod(shape) for shapes in self.graph.sizes for shape in shapes)
+
+    @property
     def needs_rules(self) -> bool:
         """True but for a single sample: plain autograd measures that, without rules or layouts."""
         return self.count > 1
@@ -105,7 +111,7 @@ class Chunk:
 
 
 def plan_of(chunk: Chunk, *, look: bool) -> Plan:
-    """Return the plan of a batch; what is not known yet is found.
+    """Return the plan of a batch; what is not known yet is found. `Plan.keep` keeps it.
 
     Args:
         chunk: Batch.
@@ -128,9 +134,8 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
         if key.structure not in structures:
             _check_absent(chunk)
         shapes = locate_samples(chunk, known) if chunk.needs_rules else ShapePlan({})
-        structures.put(key.structure, known).plans.put(key.plan, shapes)
     known.classify(chunk.graph)
-    return Plan(chunk.flags, known, shapes, key, is_new)
+    return Plan(chunk.flags, known, shapes, key, chunk.elements, is_new)
 
 
 def _check_absent(chunk: Chunk) -> None:
@@ -169,6 +174,10 @@ def _with_sides(chunk: Chunk, known: KnownStructure | None) -> KnownStructure:
         return known
     other = None if graph.has_nested_tensors else _graph_of_another_number(chunk)
     graph.classify(other)
+    is_of_parameters_alone = graph.side[-1] == PARAMETER  # as a part of a padded batch seems
+    if is_of_parameters_alone:
+        other = None
+        graph.classify(other)
     if other is None:
         reason = NESTED if graph.has_nested_tensors else IRREGULAR
         chunk.ledger.to_loop(graph.parameters.values(), reason)
@@ -222,12 +231,11 @@ def compared(chunk: Chunk) -> Batch:
     if passes_write():
         _require_the_same_again(chunk)
     batch = _batch_that_can_be_parted(chunk)
-    largest, structure = chunk.flags.largest_compared, chunk.key.structure
-    is_first = structure not in largest and not chunk.ledger.reason_to_look
+    is_known = chunk.key.structure in chunk.flags.largest_compared
+    is_first = not is_known and not chunk.ledger.reason_to_look
     if is_first and _depends_on_others_of_other_size(chunk, batch):
         chunk.ledger.reason_to_look = "samples of other sizes would interact"
         batch = _batch_that_can_be_parted(chunk)
-    largest.put(structure, max(chunk.count, largest.get(structure) or 0))
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
@@ -330,7 +338,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     is no larger than one that was compared before, some samples run alone.
     """
     count = chunk.count
-    is_larger = count > (chunk.flags.largest_compared.get(chunk.key.structure) or 0)
+    is_larger = chunk.elements > (chunk.flags.largest_compared.get(chunk.key.structure) or 0)
     whole = is_larger or bool(chunk.ledger.reason_to_look)
     generator = torch.Generator().manual_seed(chunk.known.comparisons)
     order = torch.randperm(count, generator=generator).tolist()

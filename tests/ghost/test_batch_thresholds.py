@@ -1,8 +1,10 @@
 """Samples that interact through a number of the whole batch are found in its first batch."""
 
 import torch
+import torch.nn.functional as F
 from exact import truth
-from pytest import mark
+from pytest import mark, raises
+from single_samples import Written
 from torch import nn
 
 import fastlr
@@ -68,3 +70,19 @@ def test_every_call_is_right_or_refused(kind, seed, double):
         except InteractionError:
             continue
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=0.0)
+
+
+def test_a_capacity_that_longer_sequences_exceed_is_found():
+    """The same graph with longer sequences is compared in halves, too."""
+
+    def dropped(model, x):
+        scores = model.gate(x)
+        chosen = F.one_hot(scores.argmax(-1), 2).flatten(0, 1)
+        place = (chosen.cumsum(0) * chosen).sum(-1).view(x.shape[:2])
+        return (model.expert(x) * (place <= 90)[..., None]).sum(1)
+
+    torch.manual_seed(0)
+    model = Written(dropped, gate=nn.Linear(4, 2), expert=nn.Linear(4, 3))
+    fastlr.per_sample_grad_sq_norms(model, torch.randn(8, 4, 4), torch.ones(8, 3))
+    with raises(InteractionError):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(8, 40, 4), torch.ones(8, 3))

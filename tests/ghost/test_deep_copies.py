@@ -12,7 +12,7 @@ from pytest import mark, raises
 from torch import nn
 
 import fastlr
-from fastlr.errors import HiddenParameterError, InteractionError
+from fastlr.errors import HiddenParameterError, InteractionError, NonlinearBackwardError
 from fastlr.ghost.api import engine_for
 
 norms = fastlr.per_sample_grad_sq_norms
@@ -263,3 +263,86 @@ def exact(model, x, v):
         )
         rows.append(torch.stack([g.double().square().sum() for g in grads]))
     return dict(zip(parameters, torch.stack(rows, 1), strict=True))
+
+
+# -- what an earlier call or pass has left
+# --------------------------------------------------------------------------------------------------
+
+
+class Clipping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g.clamp(-0.01, 0.01)
+
+
+def clipping(model, h):
+    return Clipping.apply(h)
+
+
+def clipped_by_hook(model, h):
+    h = h * 1
+    if h.requires_grad:
+        h.register_hook(lambda g: g * (0.01 / g.norm(dim=-1, keepdim=True).clamp(min=0.01)))
+    return h
+
+
+@mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@mark.parametrize("function", [clipping, clipped_by_hook])
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_clipped_gradients_are_refused_in_every_call(function, scale):
+    """The share of the clipped parameters in the total is small."""
+    torch.manual_seed(0)
+    model, x, v = Reading(function).eval(), samples((4,)), scale * samples((3,))
+    for _ in range(3):
+        with raises(NonlinearBackwardError):
+            norms(model, x, v, check=True)
+
+
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_what_a_copy_refutes_is_refused_in_every_call():
+    torch.manual_seed(0)
+    model, x = Quantised().bfloat16().eval(), samples((6,)).bfloat16()
+    for _ in range(3):
+        with raises(InteractionError):
+            norms(model, x, samples((5,)))
+
+
+def running_mean(model, h):
+    """Less a running mean of all batches, as observations in reinforcement learning."""
+    model.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return h - model.mean
+
+
+def test_state_that_passes_write_is_no_rounding():
+    """A copy that is made after a pass has written would differ from it by more."""
+    torch.manual_seed(0)
+    model = Reading(running_mean, mean=nn.Buffer(torch.zeros(4))).eval()
+    for _ in range(2):
+        with raises(InteractionError):
+            norms(model, 0.1 * samples((4,)), samples((3,)))
+
+
+class Padded(nn.Module):
+    """Runs batches that are padded to a multiple of eight samples, and cuts the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(F.pad(x, (0, 0, 0, -len(x) % 8)))[: len(x)]
+
+
+@mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_a_batch_that_is_padded_to_a_fixed_size_is_right():
+    torch.manual_seed(0)
+    model = Padded().eval()
+    for count in (3, 8, 5):
+        x, v = samples((4,), count), samples((3,), count)
+        got = norms(model, x, v, per_parameter=True)
+        for name, want in exact(model, x, v).items():
+            assert torch.allclose(got[name], want, rtol=1e-4), name

@@ -66,8 +66,7 @@ def agree(
     # The size that is asked below is never less than an element's own, and takes longer.
     if a.numel() <= _PART and (gap(a, b) <= relative * _finite(a)).all():
         return True
-    every = max(1, a.shape[1] // _SEEN)
-    rows = _typical(a[:, ::every], b[:, ::every], 1)
+    rows = _typical_of_rows(a, b)
     step = max(1, _PART // len(a))
     for start in range(0, a.shape[1], step):
         part = slice(start, start + step)
@@ -99,6 +98,12 @@ def _finite(a: Tensor) -> Tensor:
 def _size_of_others(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
     """Return the size of the other elements of an element's sample, or column if that is less."""
     return torch.minimum(rows, _typical(a[:, part], b[:, part], 0))
+
+
+def _typical_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Median size of each sample's elements, of some of them where there are many."""
+    every = max(1, a.shape[1] // _SEEN)
+    return _typical(a[:, ::every], b[:, ::every], 1)
 
 
 def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
@@ -142,9 +147,13 @@ def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> T
     """
     a, b = _by_sample(own, got, out_dim)
     few_digits = relative > LARGEST_OF_FLOAT32
-    relative = NORMS_IN_FEW_DIGITS if few_digits else relative
-    part = 1.0 if few_digits else _PART_OF_OTHERS
-    return (gap(a, b) > relative * torch.maximum(_finite(a), part * _typical(a, b, 1))).any()
+    if a.dtype.itemsize < 4:
+        a, b = a.float(), b.float()
+    of_others = (1.0 if few_digits else _PART_OF_OTHERS) * _typical_of_rows(a, b)
+    size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=of_others.to(a.dtype))
+    size.mul_(NORMS_IN_FEW_DIGITS if few_digits else relative)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return ~(same | ((a - b).abs_() <= size)).all()
 
 
 def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.objects import INTERNAL
+from fastlr.ghost.writes import begin_pass
 from fastlr.ops.modules import all_modules
 from fastlr.ops.torch_private import tree_leaves, tree_map
 
@@ -47,6 +48,7 @@ def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def deep_copies(model: nn.Module) -> Iterator[nn.Module]:
     """Yield copies of a model in float64 and float32, as far as it can be copied."""
+    begin_pass(model)  # which puts back what passes have written
     for dtype in (torch.float64, torch.float32):
         try:
             clone = deep_copy(model, dtype)
