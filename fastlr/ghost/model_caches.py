@@ -12,7 +12,7 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.objects import INTERNAL, is_instance, version
+from fastlr.ghost.objects import INTERNAL, version
 from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.agreement import agree, unexplained
 from fastlr.ops.modules import all_modules
@@ -84,5 +84,5 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
         if type(value) is dict
         and value
         and name not in INTERNAL
-        and all(is_instance(t, Tensor) for t in value.values())
+        and all(isinstance(t, Tensor) for t in value.values())
     ]

@@ -15,7 +15,6 @@ from torch.func import functional_call
 from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import Batch, as_inputs, copied, holds_nan, require_pickable
-from fastlr.ghost.objects import attribute, is_instance
 from fastlr.ghost.writes import forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -48,10 +47,10 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "which fastlr measures, or measure the unwrapped model with its full state dict "
                 "loaded"
             )
-        compiled = attribute(model, "_orig_mod")
-        if is_instance(compiled, nn.Module):
+        compiled = getattr(model, "_orig_mod", None)
+        if isinstance(compiled, nn.Module):
             model = compiled
-        elif is_instance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             wrapped: Any = model.module
             model = wrapped
         else:

@@ -1,13 +1,8 @@
-"""Attributes of any object, read without running code of its class, and where tensors are.
-
-In: any object, also one whose class raises in ``__getattr__`` or ``__class__`` (an unbound proxy, a
-dead weak reference). Out: its attributes, a number that identifies it, a tensor's memory.
-"""
+"""Identity of objects, and where tensors are."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from typing import Any
 
@@ -37,35 +32,6 @@ def weakly_by_module() -> WeakIdKeyDictionary:
     Modules are found by identity: they may compare equal.
     """
     return WeakIdKeyDictionary(ref_type=_ModuleRef)
-
-
-def attribute(value: Any, name: str) -> Any:
-    """Return an attribute as ``getattr`` finds it; None where there is none, or where it raises."""
-    try:
-        return getattr(value, name, None)
-    except Exception:
-        return None
-
-
-def is_instance(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Return what ``isinstance`` says; False where it raises, as for a proxy of nothing."""
-    try:
-        return isinstance(value, kind)
-    except Exception:
-        return False
-
-
-def instance_dict(value: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes; None where it has none or refuses to give it.
-
-    Of a `threading.local` it is the one of this thread.
-    """
-    kind = threading.local if issubclass(type(value), threading.local) else object
-    try:
-        held = kind.__getattribute__(value, "__dict__")
-    except Exception:
-        return None
-    return held if issubclass(type(held), dict) else None
 
 
 # -- numbers of objects ----------------------------------------------------------------------------

@@ -17,11 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlr.ghost.objects import INTERNAL, instance_dict, version
+from fastlr.ghost.objects import INTERNAL, version
 
-# Ids, as the class of an attribute may be one that cannot be hashed.
-_DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict, Counter)))
-_CONTAINERS = _DICTS.union(map(id, (list, set, deque, tuple)))
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS.union((list, set, deque, tuple))
 _MOST = 256  # entries of a container that are looked at
 _DEEP = 5  # containers and objects within each other that are looked at in an input
 _HOOKS = frozenset(n for n in INTERNAL if n.startswith(("_forward", "_backward")))
@@ -83,7 +82,7 @@ class Attributes:
                     self._enter(entry, prefix, key)
             elif name in _SKIPPED:
                 continue
-            elif id(type(value)) in _CONTAINERS:
+            elif type(value) in _CONTAINERS:
                 self._keep(value)
                 for entry in islice(_values(value), _MOST):
                     self._enter(entry, prefix, name)
@@ -93,7 +92,7 @@ class Attributes:
     def _keep(self, container: Any) -> None:
         if not container:
             self._empty.append(container)
-        elif id(type(container)) in _CONTAINERS:
+        elif type(container) in _CONTAINERS:
             self._contents.append((container, copy(container)))
         else:
             self._scripted.append((container, dict(container.items())))
@@ -146,7 +145,7 @@ class Contents:
             return
         if callable(thing):  # modules and functions
             return
-        held: Any = thing if id(type(thing)) in _CONTAINERS else instance_dict(thing)
+        held: Any = thing if type(thing) in _CONTAINERS else getattr(thing, "__dict__", None)
         if held is None or not depth or id(held) in self._parts or len(held) > _MOST:
             return
         self._parts[id(held)] = held, copy(held)
@@ -167,7 +166,7 @@ class Contents:
 
 
 def _values(held: Any) -> Any:
-    return held.values() if id(type(held)) in _DICTS else held
+    return held.values() if type(held) in _DICTS else held
 
 
 _emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emptied", default=())
