@@ -33,7 +33,6 @@ from fastlr.ghost.runtime import (
     as_it_was,
     describe,
     inputs_hash,
-    late_line,
     read_together,
     reporter,
     same_device,
@@ -52,7 +51,6 @@ __all__ = [
 ]
 
 ROUNDS = 3  # times that a measurement is made where the one before turned out not to hold
-PROVING = "fastlr: proving on a few inputs that this model's gradients are right, once a model"
 
 
 class _Run(NamedTuple):
@@ -219,13 +217,12 @@ class LocalRedundancy:
         """Run over the inputs."""
         options, chunks, total = self.options, self.chunks, self.options.total
         progress = self.progress if members.rank == 0 else False
-        first = progress is not False and not self.engine.known.checks
         kept: list[Tensor] = []
         sums: Tensor | None = None
         routes: dict[str, str] = {}
         done, reached = 0, False
         chunks.ahead.told = progress is not False
-        with reporter(progress, total) as report, late_line(PROVING, first) as line:
+        with reporter(progress, total) as report:
             chunks.replays.begin()
             chunks.size = chunks.first_size(members)
             stopping = Stopping(
@@ -237,7 +234,6 @@ class LocalRedundancy:
                 start, end, stop = members.span(done, chunks.size, total)
                 may_be_last = stop == total or stopping.may_end(done, stop)
                 values, norms = chunks.norms(start, end, first=done == 0, last=may_be_last)
-                line.cancel()
                 all_values, before, least = members.join(values, chunks.size)
                 if least < chunks.size:  # memory ran out on another rank: all go on with its chunk
                     chunks.limit(least)

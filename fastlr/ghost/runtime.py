@@ -34,7 +34,7 @@ from fastlr.ops.torch_private import tree_flatten
 OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
-PROOF_PATIENCE = 2.0  # seconds before a first estimate says what it does
+LINE_PATIENCE = 2.0  # seconds before a line says what takes long
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 512
 # Peak memory of a chunk over the activations that plain autograd saves for it. Kernels fold blocks
@@ -201,17 +201,14 @@ def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgr
 
 
 @contextmanager
-def late_line(text: str, wanted: bool) -> Iterator[Timer]:
-    """Print a line after `PROOF_PATIENCE` seconds, where somebody may see it.
-
-    Yields the timer, to be cancelled once what it says is done.
-    """
-    line = Timer(PROOF_PATIENCE, print, [text], {"file": sys.stderr})
+def late_line(text: str, wanted: bool) -> Iterator[None]:
+    """Print a line after `LINE_PATIENCE` seconds, where somebody may see it."""
+    line = Timer(LINE_PATIENCE, print, [text], {"file": sys.stderr})
     line.daemon = True
     if wanted and _watched():
         line.start()
     try:
-        yield line
+        yield
     finally:
         line.cancel()
 

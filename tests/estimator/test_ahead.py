@@ -203,7 +203,7 @@ def test_nothing_is_compiled_ahead_on_a_cpu_or_where_nothing_is_kept(monkeypatch
 
 def test_it_is_said_after_two_seconds(h100, monkeypatch, capsys):
     said = threading.Event()
-    monkeypatch.setattr(runtime, "PROOF_PATIENCE", 0)
+    monkeypatch.setattr(runtime, "LINE_PATIENCE", 0)
     monkeypatch.setattr(runtime, "_watched", lambda: True)
     monkeypatch.setattr(compile_ahead, "compile_side_by_side", lambda *_: said.wait(0.3))
     one = estimator()
