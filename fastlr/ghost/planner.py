@@ -219,8 +219,8 @@ def batch_of(chunk: Chunk) -> Batch:
 def compared(chunk: Chunk) -> Batch:
     """Require that samples do not depend on their company, and find which inputs carry them.
 
-    In other company, each sample must give the output that it gives in the batch. See "Once per
-    structure and shape" in docs/trust.md.
+    In other company, each sample must give the output that it gives in the batch. See "For a new
+    structure or shape" in docs/trust.md.
 
     Raises:
         InteractionError: the outputs depend on the company.
