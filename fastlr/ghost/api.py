@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import InputError, InteractionError
 from fastlr.ghost.batch import copied
+from fastlr.ghost.copy_checks import with_deviations_of_copy
 from fastlr.ghost.cotangents import generic_cotangent
-from fastlr.ghost.engine import Cotangent, Engine
+from fastlr.ghost.engine import Cotangent, Engine, measured_by_new_engine
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.norms import norm_tolerance
@@ -199,8 +200,11 @@ def support_report(
     """
     with full_params(model):
         engine = engine_for(model, output, in_dim, out_dim)
-        ledger, copy = engine.report(x)
-        x = engine.view.inputs(x)
-        shared = shared_inputs(x, *engine.inputs_with_samples(x), in_dim)
+        engine.run(x, generic_cotangent)
+        view, x = engine.view, engine.view.inputs(x)
+        count, carriers = engine.inputs_with_samples(x)
+        batch = view.batch(x, count, carriers)
+        ledger, copy = with_deviations_of_copy(view, batch, engine.ledger, measured_by_new_engine)
+        shared = shared_inputs(x, count, carriers, in_dim)
         notes = notes_of_shared(shared)
     return SupportReport.of(list(engine.parameters), ledger, copy, engine.folding, notes)

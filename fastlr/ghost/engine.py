@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import (
-    HiddenParameterError,
     InputError,
-    InteractionError,
     ModelError,
     NonFiniteError,
-    NonlinearBackwardError,
     RandomForwardError,
     few,
     first_line,
@@ -41,6 +38,7 @@ from fastlr.ghost.batch import (
     shared_key,
     times_written,
 )
+from fastlr.ghost.copy_checks import check_on_copy
 from fastlr.ghost.cotangents import Cotangent, Pass, generic_cotangent, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks
 from fastlr.ghost.fusion.mode import OURS, Folding, unfolded
@@ -59,31 +57,21 @@ from fastlr.ghost.planner import (
     compared,
     interaction,
     plan_of,
-    spread,
 )
-from fastlr.ghost.process_state import quiet_rng, warnings_ignored
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ghost.state import emptied
-from fastlr.ghost.verification.agreement import has_few_digits
 from fastlr.ghost.verification.audit import SAMPLES, Audits, Check, Disproved, Draw
-from fastlr.ghost.verification.deep_copy import all_zero, deep_copies, move
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.writes import passes_write, unchanged
 from fastlr.ops.compiled_parts import uncompiled
-from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
+from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.modules import all_modules
 from fastlr.ops.torch_private import anything_compiled
 
 MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed
-MOST_DEEP_COPIES = 8  # structures that deep copies test, of a model whose data choose its graph
-_MEANINGLESS = (
-    InteractionError,
-    RandomForwardError,
-    HiddenParameterError,
-    NonlinearBackwardError,
-)
 
 
 @dataclass(eq=False)
@@ -207,30 +195,6 @@ class Engine:
             except Exception:
                 blocks.why_no_call_is_replaced = reason_before  # it was not the folding's fault
                 raise
-
-    def report(self, x: Any) -> tuple[Ledger, str]:
-        """Plan for these inputs, with a random cotangent, and check a few samples on a deep copy.
-
-        Returns:
-            (routes of the parameters, with the deviations of the copy if there is one; the copy).
-        """
-        self.run(x, generic_cotangent)
-        batch = self._batch_of_last_call(self.view.inputs(x))
-        checked = self._checked_on_copy(batch.part(spread(batch.count)))
-        if checked is None:
-            return self.ledger, ""
-        entries = dict(checked.ledger.parameters)
-        for name, entry in self.ledger.parameters.items():
-            of_copy = entries.get(name, entry)
-            tested = entry.was_tested or of_copy.was_tested
-            entries[name] = replace(entry, was_tested=tested, deviation=of_copy.deviation)
-        dtype = str(next(iter(checked.parameters.values())).dtype).removeprefix("torch.")
-        return replace(self.ledger, parameters=entries), f"{dtype} copy"
-
-    def _batch_of_last_call(self, x: Any) -> Batch:
-        """Return the inputs of the last call, from which samples can be picked."""
-        count, carriers = self.inputs_with_samples(x)
-        return self.view.batch(x, count, carriers)
 
     def inputs_with_samples(self, x: Any) -> tuple[int, list[int]]:
         """Return the number of samples in the last call, and the places of inputs that carry them.
@@ -487,7 +451,7 @@ class Engine:
             for name, reason in wrong.items():
                 chunk.ledger.step_down(name, reason)
         elif plan.is_new and not self.is_copy:
-            self._check_what_audits_do_not_show(chunk, plan)
+            check_on_copy(chunk, plan, measured_by_new_engine)
         return bool(wrong)
 
     def _audit_of_sample(
@@ -519,57 +483,6 @@ class Engine:
             for name, deviation in audit.deviations().items():
                 chunk.ledger.enter_audit(name, deviation)
         return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in off}
-
-    def _check_what_audits_do_not_show(self, chunk: Chunk, plan: Plan) -> None:
-        """Check a deep copy where few digits or parameters of zeros hide errors of the rules."""
-        ledger, tested = chunk.ledger, plan.structure.tested_on_copy
-        of_rules = [name for name, p in ledger.parameters.items() if p.route in ("rule", "node")]
-        untested = [name for name in of_rules if not ledger.parameters[name].was_tested]
-        hidden = bool(untested) and bool(all_zero(self.parameters.values()))
-        few_digits = has_few_digits(self.parameters.values(), self.view.device)
-        names = of_rules if few_digits else untested if hidden else []
-        if tested.issuperset(names) or chunk.flags.deep_copies >= MOST_DEEP_COPIES:
-            return
-        checked = self._checked_on_copy(batch_of(chunk).part(spread(chunk.count)))
-        tested.update(names)
-        chunk.flags.deep_copies += 1
-        if checked is None:
-            ledger.note("no deep copy of it runs like the model: it was checked as it is alone")
-            return
-        ledger.give_up(checked.ledger.rules_given_up)
-        by_loop = checked.ledger.loop - ledger.loop
-        if by_loop:
-            reasons = checked.ledger.parameters
-            ledger.to_loop(by_loop, reasons[min(by_loop)].reason)
-
-    def _checked_on_copy(self, batch: Batch) -> Engine | None:
-        """Measure a few samples on a deep copy, its zeros moved.
-
-        Returns:
-            The copy's engine; None where no copy runs like the model.
-
-        Raises:
-            InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError: The
-                copy cannot be measured.
-        """
-        view = self.view
-        for clone in deep_copies(view.module):
-            dtype = next(clone.parameters()).dtype
-            try:
-                move(all_zero(p for p in clone.parameters() if p.requires_grad))
-                copied_view = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
-                engine = Engine(copied_view, is_copy=True)
-                autocast = torch.autocast(view.device.type, enabled=False)
-                with warnings_ignored(), never_cudnn(), autocast:
-                    engine.run(batch.pick(range(batch.count), dtype), generic_cotangent)
-            except _MEANINGLESS:
-                raise
-            except Exception:  # whatever a copy raises
-                continue
-            used = {name for name, p in engine.ledger.parameters.items() if p.route != "zero"}
-            if used.issuperset(self.ledger.parameters_in_graph):
-                return engine
-        return None
 
     def _hooks_gradients(self) -> bool:
         """Return True if hooks may change gradients, which no graph shows."""
@@ -725,3 +638,10 @@ def _refuse_blocks_with(graph: Graph, names: Collection[str]) -> None:
     wrong = [block for block in blocks if not set(block).isdisjoint(names)]
     if wrong:
         refuse_blocks(wrong, "its norms differ from the exact ones")
+
+
+def measured_by_new_engine(copy: ModelView, x: Any) -> Ledger:
+    """Measure inputs of a deep copy, and return the routes of its parameters."""
+    engine = Engine(copy, is_copy=True)
+    engine.run(x, generic_cotangent)
+    return engine.ledger
