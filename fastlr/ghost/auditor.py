@@ -27,7 +27,7 @@ from fastlr.ghost.verification.record import Ledger
 
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
 FAR = 0.05  # difference of norms for cotangents of far other sizes that is rounding
-SCALE, SMALL_SCALE = 12, 3  # exponents of two: so much larger cotangents; in dtypes of small range
+SCALE, SMALL_SCALE = 12, -3  # exponents of two: so much larger cotangents; in dtypes of small range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
 
 

@@ -26,6 +26,7 @@ from fastlr.ghost.planner import Chunk, batch_of, spread
 from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.verification.agreement import has_few_digits
 from fastlr.ghost.verification.deep_copy import all_zero, deep_copies, move
+from fastlr.ghost.verification.measured_rounding import outputs_of_copy
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import never_cudnn
 
@@ -102,6 +103,8 @@ def _measured_on_copy(
     """
     for clone in deep_copies(view.module):
         dtype = next(clone.parameters()).dtype
+        if outputs_of_copy(view, clone, batch, range(batch.count)) is None:
+            continue
         try:
             move(all_zero(p for p in clone.parameters() if p.requires_grad))
             copied = ModelView.of(clone, view.output, view.in_dim, view.out_dim)

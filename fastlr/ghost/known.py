@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import input_shapes
 from fastlr.ghost.fallback import RightCopies
@@ -169,12 +167,12 @@ class Known:
 
     Attributes:
         by_flags: States by flags.
-        emptied: Dicts of tensors that forward passes of ours run without.
+        are_caches: Whether the dicts of tensors in the model are caches of its parameters.
         checks: Number of new structures that were checked.
         comparisons: Number of batches whose outputs were compared with those of their parts.
     """
 
     def __init__(self) -> None:
         self.by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
-        self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
+        self.are_caches: Recent[tuple, bool] = Recent(1)
         self.checks = self.comparisons = 0

@@ -39,10 +39,10 @@ def caches_of(
         *(t for module, name in caches for t in vars(module)[name].values()),
     ]
     key = (flags(), *((id(t), version(t)) for t in held))
-    found = known.emptied.get(key)
-    if found is None:
-        found = known.emptied.put(key, caches if _are_caches(view, caches, x) else [])
-    return found
+    are_caches = known.are_caches.get(key)
+    if are_caches is None:
+        are_caches = known.are_caches.put(key, _are_caches(view, caches, x))
+    return caches if are_caches else []
 
 
 def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) -> bool:

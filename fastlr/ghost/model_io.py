@@ -203,10 +203,16 @@ class ModelView:
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
 
-    def forward(self, x: Any) -> Tensor:
-        """Return the output for inputs, with its graph."""
+    def forward(self, x: Any, *, copies: bool = True) -> Tensor:
+        """Return the output for inputs, with its graph.
+
+        Args:
+            x: Inputs.
+            copies: Whether the graph has copies of what the pass writes, as another pass may run
+                before its backward pass.
+        """
         with torch.enable_grad():
-            return select_output(call(self.module, x), self.output)
+            return select_output(call(self.module, x, copies=copies), self.output)
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""
@@ -237,7 +243,7 @@ def _axis(name: str, given: Any) -> int:
     return given.__index__()
 
 
-def call(model: Callable, x: Any) -> Any:
+def call(model: Callable, x: Any, *, copies: bool = True) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords).
 
     What torch.compile has compiled of it runs as it was written.
@@ -248,7 +254,7 @@ def call(model: Callable, x: Any) -> Any:
         with arguments(x) as (args, kwargs), passing, uncompiled():
             return model(*args, **kwargs)
 
-    if passes_write():
+    if copies and passes_write():
         try:
             return run(copied(x), True)
         except RuntimeError as error:  # torch.func takes no hooks of saved tensors

@@ -99,7 +99,7 @@ def forward_of(view: ModelView, batch: Batch) -> Forward:
 
     def forward(samples: Sequence[int]) -> Tensor:
         with Unfused():
-            return view.forward(batch.pick(samples))
+            return view.forward(batch.pick(samples), copies=False)
 
     return forward
 

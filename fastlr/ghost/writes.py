@@ -109,10 +109,11 @@ def _bits(t: Tensor) -> Tensor | None:
     if t.numel() and not address(t):
         return None
     try:
-        bits = t.data.view(_INTEGERS[t.element_size()])
+        real = torch.view_as_real(t.data) if t.is_complex() else t.data
+        bits = real.view(_INTEGERS[real.element_size()])
     except (KeyError, RuntimeError):
         return None
-    if t.is_contiguous():
+    if real.is_contiguous():
         return bits
     sizes = [size if step else 1 for size, step in zip(bits.shape, bits.stride(), strict=True)]
     return bits.as_strided(sizes, bits.stride())

@@ -1,7 +1,9 @@
 """Deep copies on which few digits and zeros are checked (fastlr.ghost.verification.deep_copy)."""
 
+import gc
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from functools import partial
 
@@ -346,3 +348,53 @@ def test_a_batch_that_is_padded_to_a_fixed_size_is_right():
         got = norms(model, x, v, per_parameter=True)
         for name, want in exact(model, x, v).items():
             assert torch.allclose(got[name], want, rtol=1e-4), name
+
+
+class Features(nn.Module):
+    """Reads what a hook, which holds the model, has kept of a layer's output."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.layer, self.head, self.kept = nn.Linear(4, 5), nn.Linear(5, 3), {}
+        self.norm = norm or nn.Identity()
+        self.layer.register_forward_hook(lambda _, x, y: self.kept.__setitem__("layer", y))
+
+    def forward(self, x):
+        self.layer(x)
+        return self.head(self.norm(self.kept["layer"]).tanh())
+
+
+@mark.parametrize("before", [None, 6, 8])
+def test_a_copy_whose_hooks_write_into_the_model_shows_no_rounding(before):
+    """It reads what an earlier pass has left, which is as far off as any interaction."""
+    torch.manual_seed(0)
+    model = Features(nn.BatchNorm1d(5)).train()
+    if before:
+        with torch.no_grad():
+            model(samples((4,), before))
+    with raises(InteractionError):
+        norms(model, samples((4,)), samples((3,)), check=True)
+
+
+@mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_such_a_copy_refuses_no_sound_model(dtype):
+    torch.manual_seed(0)
+    model, x, v = Features().to(dtype).eval(), samples((4,)).to(dtype), samples((3,))
+    model(x)
+    got = norms(model, x, v)
+    want = torch.stack(list(exact(model, x, v.to(dtype)).values())).sum(0)
+    assert torch.allclose(got, want, rtol=0.1)
+    assert fastlr.support_report(model, x).routes
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_large_gradients_of_float16_scale():
+    """Eight times as large they would be infinite."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(1, 2)).half().eval()
+    x = samples((1, 96, 96), 3).half()
+    got = norms(model, x, torch.ones(3, 192, 96))
+    assert bool(got.isfinite().all())

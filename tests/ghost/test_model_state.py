@@ -610,3 +610,14 @@ def test_an_engine_that_others_used_captures_its_own_chunk():
 
 def test_attributes_of_what_is_no_module_are_left_alone():
     assert call(lambda x: x + 1, torch.zeros(1)) == 1
+
+
+@mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_buffers_are_put_back(dtype):
+    def counted(m, x):
+        m.seen.add_(1j)
+        return m.layer(x)
+
+    model = Written(counted, layer=nn.Linear(3, 2), seen=nn.Buffer(torch.zeros(4, dtype=dtype)))
+    norms(model.eval(), torch.randn(4, 3), torch.ones(4, 2))
+    assert not model.seen.any()

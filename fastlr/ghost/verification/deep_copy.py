@@ -48,8 +48,8 @@ def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def deep_copies(model: nn.Module) -> Iterator[nn.Module]:
     """Yield copies of a model in float64 and float32, as far as it can be copied."""
-    begin_pass(model)  # which puts back what passes have written
     for dtype in (torch.float64, torch.float32):
+        begin_pass(model)  # which puts back what passes have written
         try:
             clone = deep_copy(model, dtype)
         except Exception:  # whatever objects and tensors that it holds raise

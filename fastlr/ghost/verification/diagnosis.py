@@ -186,7 +186,7 @@ def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str
 
     A deep copy in more digits says so, if it moves like the model.
     """
-    if not _distance_with(view, samples, z, names, _LARGE_MOVE):
+    if not _gaps_with(view, samples, z, names, _LARGE_MOVE).any():
         return False
     for clone in deep_copies(view.module):
         of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
@@ -195,7 +195,7 @@ def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str
         cast = Batch(x, samples.count, samples.in_dim, samples.batched)
         try:
             z_of_copy = of_copy.outputs(cast.pick(range(samples.count)))
-            if _distance_with(of_copy, cast, z_of_copy, names, _LARGE_MOVE):
+            if _gaps_with(of_copy, cast, z_of_copy, names, _LARGE_MOVE).any():
                 return _moves_smoothly(of_copy, cast, z_of_copy, names)
         except Exception:  # whatever a copy raises
             continue
@@ -210,17 +210,20 @@ def _moves_smoothly(view: ModelView, samples: Batch, z: Tensor, names: Sequence[
     """
     low = low_precision(z.device, {p.dtype for p in view.parameters.values()})
     small = _SMALL_MOVE_IN_FEW_DIGITS if low else _SMALL_MOVES[z.dtype]
-    distance = _distance_with(view, samples, z, names, small)
-    of_a_tenth = _distance_with(view, samples, z, names, small / 10)
-    return 4 * of_a_tenth < distance < 25 * of_a_tenth
+    gaps = _gaps_with(view, samples, z, names, small)
+    of_a_tenth = _gaps_with(view, samples, z, names, small / 10)
+    for largest, part in ((gaps.max(), of_a_tenth.max()), (gaps.median(), of_a_tenth.median())):
+        if 4 * part < largest < 25 * part:
+            return True
+    return False
 
 
-def _distance_with(
+def _gaps_with(
     view: ModelView, samples: Batch, z: Tensor, names: Sequence[str], size: float
-) -> float:
-    """Return how far an output moves with parameters that are moved at random by ``size``.
+) -> Tensor:
+    """Return how far elements of an output move with parameters moved at random by ``size``.
 
-    It is 0 where rounding moves it as far.
+    They are 0 where rounding moves them as far.
     """
     generator = torch.Generator().manual_seed(2)
     data = [view.parameters[name].data for name in names]  # the versions stay
@@ -234,5 +237,7 @@ def _distance_with(
         for t, before in zip(data, saved, strict=True):
             t.copy_(before)
     relative = _ROUNDING.get(z.dtype, _ROUNDING_IN_FEW_DIGITS)
+    if z.shape != moved.shape:
+        return torch.full((1,), math.inf)
     same = agree(z, moved, relative, view.out_dim)
-    return 0.0 if same else float(gap(z, moved).max()) if z.shape == moved.shape else math.inf
+    return torch.zeros(1) if same else gap(z, moved).flatten()

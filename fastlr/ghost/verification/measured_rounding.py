@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastlr.ghost.batch import Batch
 from fastlr.ghost.graph import lowest_dtype
@@ -59,23 +59,38 @@ def by_more_digits(view: ModelView, batch: Batch, samples: Sequence[int]) -> Ten
     own = view.outputs(batch.pick(samples))
     if not _repeats(view, batch, samples, own):
         return None
+    few_digits = own.dtype.itemsize < 4
     for clone in deep_copies(view.module):
-        dtype = next(clone.parameters()).dtype
-        if dtype.itemsize <= min(p.dtype.itemsize for p in view.parameters.values()):
-            return None
-        copied_view = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
-        try:
-            with torch.autocast(view.device.type, enabled=False):
-                exact = copied_view.outputs(batch.pick(samples, dtype))
-        except Exception:  # whatever a copy raises
+        exact = outputs_of_copy(view, clone, batch, samples)
+        if exact is None or exact.shape != own.shape:
             continue
-        is_finite = own.shape == exact.shape and not (own.isfinite() & ~exact.isfinite()).any()
-        if is_finite:
-            off = _largest_gap(view, own, exact)
-            few_digits = own.dtype.itemsize < 4
-            # In few digits an element may have little of it by chance.
-            return _MARGIN_OF_DIGITS * (off.clamp(min=float(off.median())) if few_digits else off)
+        if exact.dtype.itemsize <= min(p.dtype.itemsize for p in view.parameters.values()):
+            return None
+        off = _largest_gap(view, own, exact)
+        if few_digits:  # an element may have little of it by chance
+            return _MARGIN_OF_DIGITS * off.clamp(min=float(off.median()))
+        return (_MARGIN_OF_DIGITS * off).clamp_(max=rounding(own.dtype) * typical_size(own))
     return None
+
+
+def outputs_of_copy(
+    view: ModelView, clone: nn.Module, batch: Batch, samples: Sequence[int]
+) -> Tensor | None:
+    """Return the outputs of a deep copy of a model.
+
+    None where it does not run, is not finite, or does not follow the samples: its hooks may write
+    into the model, so that it reads what another pass has left.
+    """
+    dtype = next(clone.parameters()).dtype
+    of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+    try:
+        with torch.autocast(view.device.type, enabled=False):
+            z = of_copy.outputs(batch.pick(samples, dtype))
+            turned = of_copy.outputs(batch.pick(samples[::-1], dtype))
+        follows = agree(z.flip(view.out_dim), turned, rounding(torch.float32), view.out_dim)
+        return z if follows and not bool((z.isnan() | z.isposinf()).any()) else None
+    except Exception:  # whatever a copy raises
+        return None
 
 
 def _repeats(view: ModelView, batch: Batch, samples: Sequence[int], z: Tensor) -> bool:
