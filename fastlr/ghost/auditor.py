@@ -26,7 +26,6 @@ from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.record import Ledger
 
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
-FAR = 0.05  # difference of norms for cotangents of far other sizes that is rounding
 SCALE, SMALL_SCALE = 12, -3  # exponents of two: so much larger cotangents; in dtypes of small range
 LARGEST_OF_NARROW_DTYPES = 2.0**20
 
@@ -37,11 +36,13 @@ class Scale(NamedTuple):
     Attributes:
         exponent: Power of two by which cotangents are scaled.
         close: Difference of squared norms that is rounding, in parts of themselves.
+        far: The same for cotangents scaled by that power.
         tiny: Smallest number of full precision.
     """
 
     exponent: int
     close: float
+    far: float
     tiny: float
 
     @staticmethod
@@ -49,9 +50,10 @@ class Scale(NamedTuple):
         """Return the scale for a graph with these dtypes."""
         tiny = max((torch.finfo(dtype).tiny for dtype in dtypes), default=0.0)
         if any(torch.finfo(dtype).max < LARGEST_OF_NARROW_DTYPES for dtype in dtypes):
-            return Scale(SMALL_SCALE, 0.05, tiny)
+            return Scale(SMALL_SCALE, 0.05, 0.05, tiny)
         digits = min((dtype.itemsize for dtype in dtypes), default=8)
-        return Scale(SCALE, {8: 1e-6, 4: 1e-3}.get(digits, 0.05), tiny)
+        close = {8: 1e-6, 4: 1e-3}.get(digits, 0.05)
+        return Scale(SCALE, close, 1e-6 if digits == 8 else 0.05, tiny)
 
     def require(
         self,
@@ -59,7 +61,7 @@ class Scale(NamedTuple):
         scaled: Tensor,
         factor: Tensor | float,
         parameters: Iterable[Tensor],
-        close: float | None = None,
+        close: float,
     ) -> None:
         """Require that squared norms [parameters] scale.
 
@@ -68,9 +70,8 @@ class Scale(NamedTuple):
             scaled: Squared norms for another, a multiple of it.
             factor: What the latter are to be multiplied by.
             parameters: The parameters.
-            close: Difference that is rounding instead of `close`.
+            close: Difference that is rounding.
         """
-        close = close or self.close
         elements = norms.new_tensor([p.numel() for p in parameters])
         faint = 1e-6 * norms.sum() if self.tiny < 1e-30 else norms.sum()
         allowed = close * (norms + faint) + elements * self.tiny**2 * factor
@@ -149,8 +150,8 @@ class SampleAudit:
         if scale is not None:
             larger, of_unit = map(torch.stack, beside.norms[1:])
             parameters = list(self.view.parameters.values())
-            scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, FAR)
-            scale.require(self.exact, of_unit, self.of_unit, parameters)
+            scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
+            scale.require(self.exact, of_unit, self.of_unit, parameters, scale.close)
         relative = unexplained(self.own_row, self.view.parameters.values())
         differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
@@ -291,4 +292,4 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor, *, always: boo
         return torch.stack(exact_grads(z, view.parameters, scaled, retain=True))
 
     larger = norms(scale.exponent)
-    scale.require(norms(0), larger, 4.0**-scale.exponent, view.parameters.values(), FAR)
+    scale.require(norms(0), larger, 4.0**-scale.exponent, view.parameters.values(), scale.far)

@@ -33,13 +33,9 @@ from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.agreement import agree, unexplained
+from fastlr.ghost.verification.audit import SAMPLES
 from fastlr.ghost.verification.batch_checks import Options, every_layout, first_explained
-from fastlr.ghost.verification.company import (
-    EVEN_SAMPLES,
-    SAMPLES,
-    InBatch,
-    copies_of_each,
-)
+from fastlr.ghost.verification.company import InBatch, copies_of_each
 from fastlr.ghost.verification.diagnosis import require_independence, unused_parameters
 from fastlr.ghost.verification.record import Ledger, ParameterRoute
 from fastlr.ghost.writes import passes_write
@@ -49,6 +45,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 # of one that may well interact.
 SOME_ALONE = 5
 MANY_ALONE = 32
+FEW = 4  # samples, as a model may take even numbers only, or no fewer
 OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 IRREGULAR = "the graph of another number of samples has another structure"
@@ -155,7 +152,7 @@ def _check_absent(chunk: Chunk) -> None:
 
 def spread(count: int) -> list[int]:
     """Return the numbers of a few samples, from the first to the last of a batch."""
-    return sorted({k * (count - 1) // (EVEN_SAMPLES - 1) for k in range(EVEN_SAMPLES)})
+    return sorted({k * (count - 1) // (FEW - 1) for k in range(FEW)})
 
 
 # -- sides
@@ -376,7 +373,7 @@ def _company_of_enough(chunk: Chunk) -> list[list[int]]:
     They are `_other_company` with each sample several times: halves as often as fills the batch.
     """
     parts = _other_company(chunk)
-    sizes = [EVEN_SAMPLES if len(set(part)) == 1 else chunk.count for part in parts]
+    sizes = [FEW if len(set(part)) == 1 else chunk.count for part in parts]
     return [(part * size)[:size] for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -21,8 +21,6 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.verification.agreement import agree, gap, has_few_digits, unexplained
 from fastlr.ghost.verification.measured_rounding import MEASURED, among_copies, by_more_digits
 
-SAMPLES, EVEN_SAMPLES = 3, 4  # the latter for a model that does not take three
-
 
 class OtherOutput(NamedTuple):
     """Samples that give something else in other company than in their batch.
