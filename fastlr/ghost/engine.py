@@ -81,8 +81,8 @@ class ChunkNorms:
     Attributes:
         names: of the parameters.
         table: squared norms [parameters, B], float64.
-        routes: how each parameter was done ("rule": by the walk; "node": by the node's own formula,
-            sample by sample; "loop": one pass a sample; "zero": not used).
+        routes: How each parameter was measured ("rule": by the walk; "node": by the node's own
+            formula, sample by sample; "loop": one pass a sample; "zero": not used).
     """
 
     names: list[str]
@@ -321,7 +321,7 @@ class Engine:
         self._plan = plan
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
-        return ChunkNorms(list(self.parameters), table, self._routes())
+        return ChunkNorms(list(self.parameters), table, self._routes(chunk.graph))
 
     def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
@@ -498,10 +498,14 @@ class Engine:
             )
         raise interaction(chunk, compared(chunk))
 
-    def _routes(self) -> dict[str, str]:
-        """Return the route of each parameter: "zero" for one that no output has used."""
-        entries = self.ledger.parameters
-        routes = {name: entry.route for name, entry in entries.items()}
+    def _routes(self, graph: Graph) -> dict[str, str]:
+        """Return the route of each parameter: "zero" for one that no output has used.
+
+        The ledger does not have those of a sample that autograd has measured alone.
+        """
+        entries = self.ledger.parameters.items()
+        routes = dict.fromkeys(graph.parameters.values(), "loop")
+        routes |= {name: entry.route for name, entry in entries if entry.route != "zero"}
         return {name: routes.get(name, "zero") for name in self.parameters}
 
     def _refuse_gradients_not_finite(self, table: Tensor) -> None:

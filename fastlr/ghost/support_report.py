@@ -155,12 +155,12 @@ class SupportReport:
 
     def _of_comparison(self) -> list[str]:
         lines = []
-        if self.subject:
+        if any(p.tested for p in self.parameters):
             lines.append(
                 f"compared with plain autograd on a few samples of a {self.subject} "
                 f"({self.dtype}): off by at most {self.largest_deviation:.1e}"
             )
-        untested = [p.name for p in self.parameters if not p.tested]
+        untested = [p.name for p in self.parameters if not p.tested and p.route != "loop"]
         if untested:
             lines.append(
                 f"gradient zero on those samples, so nothing was compared: {few(untested)}"

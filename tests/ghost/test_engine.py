@@ -116,6 +116,20 @@ def test_a_change_that_makes_samples_interact_is_seen():
     refused(fastlr.InteractionError, "interact", model, draw(4, 5))
 
 
+def test_a_single_sample_goes_by_one_pass():
+    model = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3).double()))
+    engine = Engine(model)
+    v = draw(1, 3)
+    routes = engine.run(draw(1, 5), lambda z: v).routes
+    assert routes.pop("unused") == "zero"
+    assert set(routes.values()) == {"loop"}
+    v = draw(4, 3)
+    routes = engine.run(draw(4, 5), lambda z: v).routes
+    assert routes.pop("unused") == "zero"
+    assert set(routes.values()) == {"rule"}
+
+
 def test_freezing_is_seen(checks):
     model = mlp()
     agree_on_four(model)
