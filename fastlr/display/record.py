@@ -170,7 +170,7 @@ def count_bars() -> Iterator[Callable[..., None]]:
         TextColumn("{task.fields[text]}"),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not (console.is_terminal or console.is_jupyter),
     ) as bar:
 
         def show(label: str, done: int, total: int | None, text: str = "") -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.estimator.passes import Passes
+from fastlr.estimator.progress import late_line
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.process_state import quiet_rng, warnings_ignored
-from fastlr.ghost.runtime import late_line
 from fastlr.ghost.verification.audit import Draw
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch

@@ -14,10 +14,10 @@ from fastlr.errors import ModelError, first_line, warn
 from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.capture import CudaRecorder
 from fastlr.estimator.cuda_graph import Replays
+from fastlr.estimator.memory import chunk_for_memory
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms
-from fastlr.ghost.runtime import chunk_for_memory
 from fastlr.ghost.verification.audit import Draw
 from fastlr.ops.compile_ahead import hash_triton_in_background
 from fastlr.ops.deferred_checks import out_of_memory

@@ -17,9 +17,10 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import InputError, ModelError, NonFiniteError, warn
 from fastlr.estimator.chunks import Chunks
-from fastlr.estimator.identity import of_inputs, tells_all
+from fastlr.estimator.identity import describe, inputs_hash, of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
+from fastlr.estimator.progress import reporter
 from fastlr.estimator.ranks import agree, buffers_of_rank_0, holds_on_all, merged
 from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import (
@@ -28,18 +29,11 @@ from fastlr.estimator.statistics import (
     memorization_gain,
     regression_memorization_bound,
 )
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.runtime import (
-    as_it_was,
-    describe,
-    inputs_hash,
-    read_together,
-    reporter,
-    same_device,
-    versions,
-)
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
+from fastlr.versions import versions
 
 __all__ = [
     "Estimate",
@@ -113,7 +107,7 @@ class LocalRedundancy:
                 "the model's parameters are on the meta device, without values: load its weights "
                 "first"
             )
-        if wanted is not None and not same_device(torch.device(wanted), on):
+        if wanted is not None and not _same_device(torch.device(wanted), on):
             raise InputError(
                 f"device={wanted} but the model is on {on}: move the model, or leave device out"
             )
@@ -138,7 +132,7 @@ class LocalRedundancy:
             full_params(self.model) as members,
             members.guard(),
             buffers_of_rank_0(members, self.view.module),
-            as_it_was(self.model, self.view.device),
+            eval_mode(self.model, self.view.device),
             uncompiled(),
         ):
             self.passes.renew()
@@ -201,7 +195,9 @@ class LocalRedundancy:
             failed = self.engine.audits.failed
             run = self._run(members)
             # read once, after all that was to be launched
-            values, sums, doubts = read_together(run.values, run.sums, self.chunks.replays.doubts())
+            values, sums, doubts = _read_together(
+                run.values, run.sums, self.chunks.replays.doubts()
+            )
             run = _Run(values, sums, run.routes)
             if holds_on_all(members, self.engine, self.chunks, failed, doubts):
                 return run
@@ -336,3 +332,24 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
 estimate.__signature__ = inspect.signature(EstimateOptions).replace(  # type: ignore[attr-defined]
     return_annotation=Estimate
 )
+
+
+def _read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return one-dimensional tensors on the host as float64, by one transfer.
+
+    They come from one device; None stays None.
+    """
+    there = [first, *(t.to(first.device) for t in others if t is not None)]
+    joined = torch.cat([t.detach().double() for t in there])
+    parts = iter(joined.cpu().split(list(map(len, there))))
+    return tuple(None if t is None else next(parts) for t in (first, *others))
+
+
+def _same_device(asked: torch.device, actual: torch.device) -> bool:
+    """Return True if a device that the user named is the one the model is on.
+
+    "cuda" means the current one.
+    """
+    if asked.type == "cuda" and asked.index is None and actual.type == "cuda":
+        return actual.index == torch.cuda.current_device()
+    return asked.type == actual.type and (asked.index or 0) == (actual.index or 0)

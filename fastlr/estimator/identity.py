@@ -17,6 +17,7 @@ from torch import Tensor
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.ghost.objects import number
 from fastlr.inputs.base import Inputs
+from fastlr.ops.torch_private import tree_flatten
 
 _PROCESS = uuid4().hex[:12]
 _OBJECT = "object"
@@ -91,3 +92,27 @@ def _of_mask(mask: Tensor | None) -> str | None:
         mask = mask[0]
     values = mask.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(f"{tuple(mask.shape)}".encode() + values.tobytes()).hexdigest()[:32]
+
+
+def describe(thing: Any) -> str:
+    """Return the repr of an object, or its type's name where the repr is an address."""
+    return type(thing).__name__ if type(thing).__repr__ is object.__repr__ else repr(thing)
+
+
+def inputs_hash(inputs: Any, used: int, seed: int) -> str:
+    """Return a hash of the first two inputs and the last.
+
+    They are made on the CPU in float32 whatever the model.
+    """
+    total = hashlib.sha256()
+    for start, stop in ((0, min(2, used)), (used - 1, used)):
+        x = inputs.batch(start, stop, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+        for leaf in tree_flatten(x)[0]:
+            if isinstance(leaf, Tensor):
+                total.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+                total.update(
+                    leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                )
+            else:
+                total.update(repr(leaf).encode())
+    return total.hexdigest()[:16]

@@ -19,12 +19,12 @@ from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add
 from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Engine
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.graph import autocast_dtype, dense, walk
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, call_with, select_output
 from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.writes import LARGE, passes_write
 from fastlr.ops.compiled_parts import uncompiled
@@ -127,7 +127,7 @@ def redundancy_loss(
     x = view.inputs(x)
     seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     parameters = list(view.parameters.values())
-    with as_it_was(view.module, view.device), uncompiled():
+    with eval_mode(view.module, view.device), uncompiled():
         engine, key = engine_of(view), _key(view, x)
         carriers = _checked.setdefault(view.module, {}).get((engine, key))
         if carriers is None:

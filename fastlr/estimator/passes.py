@@ -24,7 +24,6 @@ from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import move_samples
 from fastlr.ghost.support_report import shared_inputs
 from fastlr.ghost.verification.audit import Draw
 from fastlr.ops.cudnn import without_cudnn
@@ -77,7 +76,7 @@ class Passes:
         x = options.inputs.batch(start, stop, seed=options.seed, device=device, dtype=self.dtype)
         if options.in_dim == options.inputs_in_dim:
             return x
-        return tree_map(lambda t: move_samples(t, options.in_dim, stop - start), x)
+        return tree_map(lambda t: _move_samples(t, options.in_dim, stop - start), x)
 
     def inputs_on_device(self) -> Callable[[Tensor, int], Any] | None:
         """Return the function that makes inputs on the device, where the inputs have one.
@@ -326,3 +325,12 @@ def refuse_probabilities(output: Tensor) -> None:
             "predictive=fastlr.Categorical() to take these values as logits anyway"
         ),
     )
+
+
+def _move_samples(t: Any, in_dim: int, size: int) -> Any:
+    """Move the samples of a batched tensor (axis 0 of that size) to ``in_dim``."""
+    if not isinstance(t, Tensor) or t.ndim == 0 or t.shape[0] != size:
+        return t
+    if not -t.ndim <= in_dim < t.ndim:
+        raise InputError(f"in_dim={in_dim} is not an axis of an input of shape {tuple(t.shape)}")
+    return t.movedim(0, in_dim)

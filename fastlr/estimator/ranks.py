@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fastlr import ops
 from fastlr.distributed.sharding import Team, digests_of
 from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.identity import describe
 from fastlr.estimator.options import EstimateOptions
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.runtime import describe
 
 _COMPARED = (
     "total",

@@ -7,7 +7,7 @@ tensors are kept by `fastlr.ghost.writes`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -31,20 +31,6 @@ _SKIPPED = INTERNAL - _REGISTRIES - {"_non_persistent_buffers_set"}
 
 def _same(a: Collection, b: Collection) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
-
-
-@contextmanager
-def train_flags_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back after this context whether each of some modules is in train mode.
-
-    Flags are set directly: ``model.train()`` may be overridden, and merge or freeze things.
-    """
-    flags = [(module, module.training) for module in modules]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
 
 
 class Attributes:

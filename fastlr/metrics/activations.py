@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.padding import refuse_padding
 from fastlr.ghost.batch import copied
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch
 from fastlr.metrics.rank import Spectrum
 from fastlr.metrics.value import Measure, check_known
@@ -320,7 +320,7 @@ def _observe(
                 f"parameter {name} is not initialised (a lazy module); run one forward pass first"
             )
     watch, spectrum, batches = Watch(module, also, layer, signed=signed), Spectrum(), 0
-    with as_it_was(module, parameter.device), torch.set_grad_enabled(then is not None):
+    with eval_mode(module, parameter.device), torch.set_grad_enabled(then is not None):
         for batch in _batches(x):
             batch = view.inputs(batch)
             refuse_padding(batch)

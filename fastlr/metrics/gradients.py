@@ -15,10 +15,10 @@ from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
 from fastlr.ghost.batch import Batch, along, copied
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.graph import dense
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.audit import Draw
 from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
@@ -244,7 +244,7 @@ def gradient_noise_scale(
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
     if engine_of(view).ledger.loop:
-        with as_it_was(view.module, view.device), uncompiled():
+        with eval_mode(view.module, view.device), uncompiled():
             refuse_mixed_gradients(engine_of(view), view.inputs(x))
     of_groups = _Groups(parts)
     everything = torch.arange(len(parts))
@@ -319,7 +319,7 @@ def _parts(
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
     singles: dict[int, tuple[Tensor, Any]] = {}
-    with as_it_was(view.module, view.device), uncompiled():
+    with eval_mode(view.module, view.device), uncompiled():
         chunks = _chunks(x, y, batch_size, view.in_dim)
         for number, (part, labels, whole, draw) in enumerate(chunks):
 

@@ -24,10 +24,10 @@ from fastlr.estimator.statistics import memorization_gain, real, regression_memo
 from fastlr.ghost.api import engine_of, refuse_mixed_gradients
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
 from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
 from fastlr.ops.deferred_checks import out_of_memory
@@ -334,7 +334,7 @@ def _copy_of(original: ModelView, x: Any) -> nn.Module:
     for own, p in zip(learner.parameters(), original.module.parameters(), strict=True):
         own.requires_grad_(p.requires_grad)  # a scripted module's copies do not
     view = ModelView.of(learner, original.output)
-    with as_it_was(original.module, original.device), as_it_was(learner, view.device):
+    with eval_mode(original.module, original.device), eval_mode(learner, view.device):
         with refusals(view, x):
             z = view.forward(copied(x))
         parameters = list(original.parameters.values())
@@ -468,7 +468,7 @@ def curvature_rank(
     view = _rank_view(model, delta, output)
     require_predictive(predictive)
     x = view.inputs(x)
-    with as_it_was(view.module, view.device):
+    with eval_mode(view.module, view.device):
         refuse_mixed_gradients(engine_of(view), x)
         with refusals(view, x):
             z = view.forward(copied(x))
@@ -536,7 +536,7 @@ def ntk_rank(
     view = _rank_view(model, delta, output)
     x = view.inputs(x)
     refuse_padding(x)
-    with as_it_was(view.module, view.device):
+    with eval_mode(view.module, view.device):
         refuse_mixed_gradients(engine_of(view), x)
         with refusals(view, x):
             z = view.forward(copied(x))

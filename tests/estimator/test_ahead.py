@@ -17,10 +17,9 @@ from torch.testing import assert_close
 import fastlr
 from bench import launched_kernels
 from fastlr import ops
-from fastlr.estimator import ahead
+from fastlr.estimator import ahead, progress
 from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.passes import Passes
-from fastlr.ghost import runtime
 from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ops import compile_ahead, cudnn, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch, Memory
@@ -203,8 +202,8 @@ def test_nothing_is_compiled_ahead_on_a_cpu_or_where_nothing_is_kept(monkeypatch
 
 def test_it_is_said_after_two_seconds(h100, monkeypatch, capsys):
     said = threading.Event()
-    monkeypatch.setattr(runtime, "LINE_PATIENCE", 0)
-    monkeypatch.setattr(runtime, "_watched", lambda: True)
+    monkeypatch.setattr(progress, "LINE_PATIENCE", 0)
+    monkeypatch.setattr(progress, "_watched", lambda: True)
     monkeypatch.setattr(compile_ahead, "compile_side_by_side", lambda *_: said.wait(0.3))
     one = estimator()
     one.chunks.ahead.told = True

@@ -15,9 +15,9 @@ from expected import needs_gpu, warned
 from torch import nn
 
 import fastlr
-from fastlr.ghost import runtime
+from fastlr.estimator import memory
+from fastlr.estimator.memory import InputsThatFit
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.runtime import InputsThatFit
 from fastlr.ghost.verification import audit
 
 
@@ -32,8 +32,8 @@ def estimator(n, **how):
 
 def measured_with(free, monkeypatch):
     """Measure a model of 48-entry inputs where only so many bytes are free."""
-    monkeypatch.setattr(runtime, "total_bytes", lambda device: 1_000_000)
-    monkeypatch.setattr(runtime, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "total_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.Tanh(), nn.Linear(300, 3))
     return fastlr.estimate(model, fastlr.ShapeImages((3, 4, 4)), 60)
@@ -102,10 +102,10 @@ def test_a_chunk_on_a_gpu_fits_the_formula():
 def fitting_on(device, model, x, monkeypatch, **autocast):
     """Return the chunk for a quarter of a million bytes by the device and by what is free."""
     monkeypatch.setattr(ModelView, "device", torch.device(device))
-    monkeypatch.setattr(runtime, "total_bytes", lambda device: 1_000_000)
-    monkeypatch.setattr(runtime, "free_bytes", lambda device: 625_000)
+    monkeypatch.setattr(memory, "total_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 625_000)
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
-        both = runtime.chunk_for_memory(
+        both = memory.chunk_for_memory(
             ModelView.of(model), 2, lambda count: model(x[:count].clone())
         )
     assert both.device == both.free
@@ -164,7 +164,7 @@ def test_looking_at_what_a_pass_saves_leaves_no_graph():
         z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))
         return z
 
-    assert min(runtime.chunk_for_memory(ModelView.of(model), 1, forward)) > 1
+    assert min(memory.chunk_for_memory(ModelView.of(model), 1, forward)) > 1
     alive = ref(markers.pop())
     gc.collect()
     assert alive() is None

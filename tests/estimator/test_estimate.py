@@ -27,6 +27,7 @@ from untouched import untouched
 
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.estimator import progress as shown_progress
 from fastlr.estimator.estimator import (
     LocalRedundancy,
     estimate,
@@ -37,7 +38,6 @@ from fastlr.estimator.estimator import (
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
-from fastlr.ghost import runtime
 from fastlr.inputs import NoiseImages, TensorInputs
 from fastlr.ops import dispatch as ops
 from fastlr.ops import kernel_checks
@@ -205,7 +205,7 @@ class Stateful(nn.Module):
 
 @mark.parametrize("probe", ["rademacher", "batch"])
 @mark.parametrize("fail", [False, True])
-def test_the_model_is_left_as_it_was(fail, probe):
+def test_the_model_is_left_unchanged(fail, probe):
     torch.manual_seed(0)
     model = Stateful().train()
     model.norm.eval()  # mixed flags
@@ -358,7 +358,7 @@ def test_a_long_call_shows_its_progress_on_a_terminal(
     monkeypatch, capsys, progress, terminal, patience, shown
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(runtime, "PATIENCE", patience)
+    monkeypatch.setattr(shown_progress, "PATIENCE", patience)
     monkeypatch.setattr(sys, "stderr", stderr := Terminal() if terminal else io.StringIO())
     meter = LocalRedundancy(mlp(3), Normal(), 50, batch_size=20, progress=progress)
     got, text = meter.measure(), stderr.getvalue()
@@ -372,10 +372,10 @@ def test_a_long_call_shows_its_progress_on_a_terminal(
 def test_a_notebook_is_no_file(monkeypatch):
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    assert runtime._watched()
+    assert shown_progress._watched()
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
     monkeypatch.setattr(sys, "stderr", None)
-    assert not runtime._watched()
+    assert not shown_progress._watched()
 
 
 def test_records():

@@ -125,7 +125,7 @@ def test_afterwards_they_run_compiled_again():
     assert "Compiled" in node(part)
 
 
-def test_threads_that_overlap_leave_the_stance_as_it_was():
+def test_threads_that_overlap_leave_the_stance_unchanged():
     """The first to enter is the first to leave.
 
     Putting back what each has found would leave all functions uncompiled.

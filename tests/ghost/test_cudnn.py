@@ -12,7 +12,7 @@ from torchvision import models
 
 import fastlr
 from bench.cases import calibrate
-from fastlr.ghost import runtime
+from fastlr.ghost import eval_mode
 from fastlr.ops import cudnn
 from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.torch_private import cudnn_enabled
@@ -168,7 +168,7 @@ def test_estimates_that_overlap_leave_cudnns_options(planned):
     options = torch.backends.cudnn
     before = options.enabled, options.benchmark, options.deterministic
     gpu = torch.device("cuda")
-    contexts = [runtime._repeatable([layer], gpu) for layer in (nn.LSTM(2, 3), nn.Linear(2, 3))]
+    contexts = [eval_mode._repeatable([layer], gpu) for layer in (nn.LSTM(2, 3), nn.Linear(2, 3))]
     for context in contexts:
         context.__enter__()
     assert (options.enabled, options.benchmark, options.deterministic) == (False, False, True)

@@ -20,7 +20,7 @@ from untouched import untouched
 
 import fastlr
 from bench import cases
-from fastlr.ghost import Engine, rules, runtime
+from fastlr.ghost import Engine, eval_mode, rules
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.factors import Norms
 from fastlr.ghost.graph import ALIASES
@@ -592,11 +592,11 @@ def test_low_precision_is_that_of_products():
         backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
 
 
-def test_cudnn_is_as_it_was_afterwards():
+def test_cudnn_is_as_set_afterwards():
     cudnn = torch.backends.cudnn
     before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     for layer, enabled in ((nn.Linear(2, 2), before[0]), (nn.LSTM(2, 2), False)):
-        with runtime._repeatable([layer], torch.device("cuda")):
+        with eval_mode._repeatable([layer], torch.device("cuda")):
             assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == (enabled, False, True)
         assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == before
 

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import fastlr
 from fastlr.errors import InteractionError
+from fastlr.estimator.memory import InputsThatFit
 from fastlr.ghost.fallback import RightCopies, SingleSamples
-from fastlr.ghost.runtime import InputsThatFit
 
 
 def halved(x):

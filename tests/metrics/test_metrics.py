@@ -352,7 +352,7 @@ def everything(model, kind):
 
 
 @mark.parametrize("kind", [Residual, GPT])
-def test_the_model_comes_back_as_it_was(kind):
+def test_the_model_comes_back_unchanged(kind):
     model = made(kind).train()
     next(model.children()).eval()
     for p in model.parameters():

@@ -495,7 +495,7 @@ class Centred(nn.Module):
         return losses
 
 
-def test_a_state_of_the_loss_is_left_as_it_was():
+def test_a_state_of_the_loss_is_left_unchanged():
     model, x, y = made()
     loss = Centred()
     value = metrics.train_grad_norm(model, x, y, loss)

@@ -26,9 +26,9 @@ from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
-from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
 from fastlr.metrics.weights import OF_PARAMETERS
+from fastlr.ops.clock import clock
 
 # Each takes passes of its own; other measures of images share one.
 _OF_FEW = ("curvature_rank", "ntk_rank")

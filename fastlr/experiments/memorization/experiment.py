@@ -31,8 +31,8 @@ from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans, trainable_parameters
 from fastlr.experiments.training.options import BEFORE
-from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
+from fastlr.ops.clock import clock
 
 _SHOWN = (FIELDS["loss"], ACCURACY, FIELDS["bits_per_parameter"], REDUNDANCY)
 REPORTS = 20  # of progress within an epoch, at most

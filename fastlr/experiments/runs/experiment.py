@@ -34,8 +34,8 @@ from fastlr.experiments.runs.processes import attach
 from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
-from fastlr.ghost.runtime import versions
 from fastlr.models.loading import usable_device
+from fastlr.versions import versions
 
 _START = (
     "import json, sys; sys.path = json.loads(sys.argv[1]); "

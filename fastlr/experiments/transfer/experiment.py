@@ -34,8 +34,8 @@ from fastlr.experiments.transfer.fields import strategy
 from fastlr.experiments.transfer.measures import Probe, Redundancy, weights_and_units
 from fastlr.experiments.transfer.options import BEFORE, PRESETS, TransferOptions
 from fastlr.experiments.transfer.records import with_the_files
-from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
+from fastlr.ops.clock import clock
 
 Record = dict[str, Any]
 _VALIDATION = Field("validation_loss", "validation loss", "val", form="{:.4f}")

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastlr.errors import InputError, few, warn
 from fastlr.files import read_tensors, save_file
-from fastlr.ghost.state import train_flags_kept
+from fastlr.ghost.eval_mode import train_flags_kept
 from fastlr.inputs import TensorInputs
 from fastlr.integrations.measurement import Reading
 from fastlr.integrations.monitor import Monitor

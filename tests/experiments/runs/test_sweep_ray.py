@@ -32,7 +32,7 @@ from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job
 from fastlr.files import locked
-from fastlr.ghost.runtime import versions
+from fastlr.versions import versions
 
 DRIVER = continual.DRIVER
 

@@ -454,7 +454,7 @@ def test_the_command(tmp_path, cli):
     cli("transfer --options", says="redundancy_per_epoch=4\n")
 
 
-def test_a_run_from_before_norm_batch_goes_on_as_it_was(tmp_path):
+def test_a_run_from_before_norm_batch_goes_on_unchanged(tmp_path):
     """Whole batches, though the option's default is another now."""
     settings = {
         **TINY,

@@ -13,7 +13,7 @@ from fastlr.estimator.predictive import Categorical
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
 from fastlr.experiments.data import Task, take
 from fastlr.experiments.runs.options import option
-from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.eval_mode import eval_mode
 
 
 def diagonal_fisher(
@@ -43,7 +43,7 @@ def diagonal_fisher(
     (arXiv:1905.12558).
     """
     sums = [torch.zeros_like(p) for p in parameters]
-    with as_it_was(model, x.device):
+    with eval_mode(model, x.device):
         for i in range(len(x)):
             z = model(x[i : i + 1])
             if not isinstance(z, Tensor) or z.ndim != 2 or z.shape[1] < 2:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
-from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.verification.deep_copy import deep_copy, move
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
 from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
@@ -292,7 +292,7 @@ def find_units(model: nn.Module, example: Tensor) -> tuple[list[Units], dict[str
         outputs as they are.
     """
     trace = _Trace(model)
-    with as_it_was(model, example.device), torch.no_grad():
+    with eval_mode(model, example.device), torch.no_grad():
         with trace.watching():
             result = model(example)
         units = trace.finish(result)
