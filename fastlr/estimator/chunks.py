@@ -81,13 +81,7 @@ class Chunks:
         if options.target_rel_stderr is not None and members.size > 1:
             # All of them together do not go far beyond min_n.
             most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
-        size = _of_one_size(options.total, most, members.size)
-        ragged = options.total % (size * members.size) != 0
-        if ragged and size % 2 and most > 1 and options.total % 2 == 0:
-            # The model may take no odd batch.
-            size = _of_one_size(options.total, most - most % 2, members.size)
-            size += size % 2
-        return size
+        return _of_one_size(options.total, most, members.size)
 
     def limit(self, size: int) -> None:
         """Take at most so many inputs at a time from now on."""
@@ -178,7 +172,7 @@ class Chunks:
                 f"out of memory on {device}: {what} not fit ({failure}); free memory, use a "
                 "smaller batch_size, a machine with more memory, or dtype=torch.bfloat16"
             )
-        self.limit(max(1, size // 4 * 2))  # even: the model may take no odd batch
+        self.limit(size // 2)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if not self._warned:

@@ -312,7 +312,7 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
         progress: True for a progress bar, False for none, or a function called as (done, total,
             value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
             terminal or this is a notebook. There a first estimate says after two seconds that it
-            proves the model or compiles kernels, unless this is False.
+            compiles kernels, unless this is False.
 
     Returns:
         An :class:`Estimate`, in nats per input per unit step size.

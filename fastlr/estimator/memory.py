@@ -55,7 +55,7 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[int], Tensor]
         # Weights that the pass has cast or computed are saved once, whatever the number of inputs.
         activations = saved / few
         if few > 1:
-            with suppress(Exception):  # the model may take no odd batch
+            with suppress(Exception):  # the model may take no single input
                 activations = saved - _saved_bytes(view, lambda: forward(few - 1))[0]
         work, most = _WORK_OF_KERNELS * activations + _COPIES * output / few, _GPU_BYTES
     weights = max(p.nbytes for p in view.parameters.values())

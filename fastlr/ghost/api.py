@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from operator import attrgetter, itemgetter
 from types import FunctionType, MethodType
 from typing import Any
@@ -40,26 +39,20 @@ def engine_of(view: ModelView) -> Engine:
     """
     engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(_OPTIONS))
     key = (_output_key(view.output), view.in_dim, view.out_dim)
-    engine = engines.get(key)
-    if engine is None or _output_key(engine.view.output) != key[0]:  # its values have changed
-        engine = engines.put(key, Engine(view))
+    engine = engines.get(key) or engines.put(key, Engine(view))
+    engine.view = view  # what the function of an earlier call holds may have changed
     return engine
 
 
-def _output_key(output: Any) -> Any:
+def _output_key(output: Any) -> tuple:
     """Return the key of ``output``: of a function its code and what it holds."""
     if isinstance(output, MethodType):
-        return number(output.__self__), _output_key(output.__func__)
-    if isinstance(output, partial):
-        return _output_key(output.func), _key(output.args), _key((*output.keywords.items(),))
+        return _key(output.__self__), output.__func__
     if not isinstance(output, FunctionType):
-        return _key(output)
-    try:
-        cells = [cell.cell_contents for cell in output.__closure__ or ()]
-    except ValueError:  # one is empty yet
-        return number(output)
-    held = *cells, output.__defaults__, *(output.__kwdefaults__ or {}).items()
-    return output.__code__, id(output.__globals__), _key(held)
+        return (_key(output),)
+    held = *(cell.cell_contents for cell in output.__closure__ or ()), output.__defaults__
+    named = (output.__kwdefaults__ or {}).items()
+    return output.__code__, id(output.__globals__), _key((*held, *named))
 
 
 def _key(value: Any) -> Any:

@@ -399,7 +399,7 @@ class Engine:
         """
         if not chunk.needs_rules:
             require_hooks_to_scale(self.view, chunk.z, one.v, always=plan.is_new)
-            return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
+            return self._table(norms_of_one(chunk, plan, one.v, retain=one.more), one)
         if self.view.has_hooked_parameters:
             self._send_hooked_to_loop(chunk)
         by_loop = chunk.ledger.loop
@@ -408,7 +408,7 @@ class Engine:
         if by_loop:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
-            norms |= norms_by_loop(chunk, one.v, chosen)
+            norms |= norms_by_loop(chunk, plan, one.v, chosen)
         return self._table(norms, one)
 
     def _send_hooked_to_loop(self, chunk: Chunk) -> None:

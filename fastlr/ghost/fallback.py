@@ -23,7 +23,6 @@ from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.rules import Site, Unsupported
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import own_function
 
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
@@ -118,30 +117,27 @@ class SingleSamples:
     out_dim: int
     parameters: Mapping[str, Tensor]
 
-    def run(
-        self, sample: int, cotangents: Sequence[Tensor], copies: Sequence[int] = (2, 1, 3, 4)
-    ) -> Beside:
-        """Run one sample beside a copy of itself, else alone, else as one of three or four.
-
-        Args:
-            sample: its number.
-            cotangents: of the sample, each of size 1 along ``out_dim``.
-            copies: how often it is run, itself included; the first number that the model takes.
-        """
-        failures: list[Exception] = []
-        for number in copies:
+    def run(self, sample: int, cotangents: Sequence[Tensor]) -> Beside:
+        """Run one sample beside a copy of itself, or alone if the model takes no two."""
+        try:
+            return self.run_copies(sample, cotangents, 2)
+        except FAILURES as error:
             try:
-                return self._run(sample, cotangents, number)
-            except FAILURES as error:
-                failures.append(error)
-        raise failures[0]
+                return self.run_copies(sample, cotangents, 1)
+            except FAILURES:
+                raise error from None
 
-    def _run(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> Beside:
-        """Run one sample so many times at once; the cotangents of its copies are zero.
+    def run_copies(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> Beside:
+        """Run one sample several times at once; the cotangents of its copies are zero.
 
         Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed
         view pass for another memory format (batch norm on a CPU, flattened and transposed); beside
         a copy they are right.
+
+        Args:
+            sample: Number of the sample.
+            cotangents: Cotangents of the sample, each of size 1 along ``out_dim``.
+            copies: Number of times that it is run.
         """
         z, shape = self.forward([sample] * copies), cotangents[0].shape
         row = z.detach().narrow(self.out_dim, 0, 1)
@@ -162,69 +158,23 @@ class SingleSamples:
         return Beside(row, norms, copies)
 
 
-class RightCopies:
-    """Exact squared norms of single samples: alone where that is right, else beside a copy.
+def right_copies(samples: SingleSamples, v: Tensor, close: float) -> int:
+    """Return how often a sample is to be run at once, so that it has its own norms.
 
-    Whether it is depends on shapes and strides, not on values, so both are compared once for each
-    and the outcome kept.
+    That is twice if it has others alone, and a third copy does not change them again.
+
+    Args:
+        samples: Runs the model.
+        v: Cotangent of sample 0, of size 1 along the output's axis of samples.
+        close: Relative difference of norms that is rounding.
     """
-
-    def __init__(self) -> None:
-        self._copies = Recent[tuple, int]()
-        self.notes: list[str] = []
-
-    def alone(self, key: tuple) -> bool:
-        """Return True if for these shapes a sample has its gradients where it is run alone."""
-        return self._copies.get(key) == 1
-
-    def sq_norms(
-        self, samples: SingleSamples, sample: int, v: Tensor, key: tuple, close: float
-    ) -> list[Tensor]:
-        """Return the squared norms of one sample's gradients, in the order of the parameters.
-
-        They are float64 scalars.
-
-        Args:
-            samples: runs the model.
-            sample: its number.
-            v: its cotangent, of size 1 along the output's axis of samples.
-            key: shapes and strides of a single sample's inputs, and in what state the model is.
-            close: relative difference of norms that is rounding.
-        """
-        known = self._copies.get(key)
-        if known is not None:
-            return samples.run(sample, [v], [known]).norms[0]
-        by_copies: dict[int, list[Tensor]] = {}
-        failures: list[Exception] = []
-        for copies in (1, 2, 3, 4):
-            if copies == 3 and len(by_copies) == 2 and _same(by_copies[1], by_copies[2], close):
-                break
-            if copies == 4 and by_copies:
-                break
-            try:
-                by_copies[copies] = samples.run(sample, [v], [copies]).norms[0]
-            except FAILURES as error:
-                failures.append(error)
-        if not by_copies:
-            raise failures[-1]
-        if 2 not in by_copies:
-            self.notes.append(
-                "the model takes one sample only: its gradients were not compared with any in a "
-                "batch"
-            )
-        return by_copies[self._copies.put(key, _right_copies(by_copies, close))]
-
-
-def _right_copies(by_copies: dict[int, list[Tensor]], close: float) -> int:
-    """Return by how many copies, itself included, a sample has its own norms."""
-    if 1 in by_copies:
-        if 3 not in by_copies:
-            return 1
-        if 2 not in by_copies or not _same(by_copies[2], by_copies[3], close):
-            return 1  # one copy more changes them again: alone is what is meant
-    return 2 if 2 in by_copies else min(by_copies)
-
-
-def _same(one: list[Tensor], other: list[Tensor], close: float) -> bool:
-    total = torch.stack(other).sum()
-    return all(norms_agree(a, b, total, close) for a, b in zip(one, other, strict=True))
+    norms: list[Tensor] = []
+    for copies in (1, 2, 3):
+        try:
+            norms.append(torch.stack(samples.run_copies(0, [v], copies).norms[0]))
+        except FAILURES:  # the model may take no such number
+            return 1 if norms else 2
+    alone, pair, three = norms
+    total = pair.sum()
+    changed_by_one_copy_alone = norms_agree(pair, three, total, close)
+    return 1 + (changed_by_one_copy_alone and not norms_agree(alone, pair, total, close))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.batch import input_shapes
-from fastlr.ghost.fallback import RightCopies
 from fastlr.ghost.graph import PARAMETER, Graph, Place
 from fastlr.ghost.ownership import saved_axes
 from fastlr.ghost.sample_axis import Layout
@@ -63,10 +62,12 @@ class ShapePlan:
         layouts: Layouts of the outputs of nodes with uses of parameters.
         reason_to_look: Why rows may belong to other samples in every batch, so that they are found
             again in each; "" where the graph says it.
+        copies: Number of times that the loop runs a sample at once; None if it has not run yet.
     """
 
     layouts: dict[Place, Layout]
     reason_to_look: str = ""
+    copies: int | None = None
 
 
 @dataclass(eq=False)
@@ -116,7 +117,6 @@ class KnownFlags:
             it, by structure.
         inputs_with_samples: Inputs that carry samples, by number of samples and shapes.
         shapes_of_one_sample: Shapes of inputs that are one sample.
-        right_copies: Number of copies of a single sample that are run at once.
         deep_copies: Number of structures that deep copies have tested.
     """
 
@@ -126,7 +126,6 @@ class KnownFlags:
     largest_compared: Recent[tuple, int] = field(default_factory=lambda: Recent(_FEW))
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
-    right_copies: RightCopies = field(default_factory=RightCopies)
     deep_copies: int = 0
 
 

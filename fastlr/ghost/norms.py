@@ -6,14 +6,14 @@ norms [B] by parameter: by rules where they hold, by one pass a sample elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fastlr.ghost.backward import sq_norms
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Forward, SingleSamples
+from fastlr.ghost.fallback import Forward, SingleSamples, right_copies
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
@@ -22,7 +22,6 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import NORMS_IN_FEW_DIGITS, low_precision
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import cudnn_as_user_set
-from fastlr.ops.torch_private import tree_flatten
 
 
 def norms_by_rules(
@@ -53,45 +52,41 @@ def norms_by_rules(
         chunk.ledger.give_up(routes.given_up)
 
 
-def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
+def norms_of_one(chunk: Chunk, plan: Plan, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
     """Return the squared norms [1] of a batch of one sample, by plain autograd."""
     parameters = chunk.view.parameters
-    if not chunk.flags.right_copies.alone(_key_of_single(chunk, parameters)):
-        return norms_by_loop(chunk, v, parameters)
+    if _copies(chunk, plan, v) > 1:
+        return norms_by_loop(chunk, plan, v, parameters)
     with cudnn_as_user_set(chunk.view.device):
         exact = exact_grads(chunk.z, parameters, v, retain=retain)
     return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
 
 
-def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def norms_by_loop(
+    chunk: Chunk, plan: Plan, v: Tensor, chosen: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the squared norms [B] of some parameters' gradients by the loop.
 
     It makes one forward and backward pass a sample.
     """
-    view, copies = chunk.view, chunk.flags.right_copies
+    view, copies = chunk.view, _copies(chunk, plan, v)
     samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, chosen)
-    close = norm_tolerance(view, chunk.ledger, v.device)
-    key = _key_of_single(chunk, chosen)
     by_sample = []  # [parameters] each
     with cudnn_as_user_set(view.device):
         for sample in range(chunk.count):
-            norms = copies.sq_norms(samples, sample, view.row(v, sample), key, close)
-            by_sample.append(torch.stack(norms))
-    for note in copies.notes:
-        chunk.ledger.note(note)
+            beside = samples.run_copies(sample, [view.row(v, sample)], copies)
+            by_sample.append(torch.stack(beside.norms[0]))
     return dict(zip(chosen, torch.stack(by_sample, 1), strict=True))
 
 
-def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
-    """Return what decides if a sample alone has its gradients, or only beside a copy.
-
-    These are shapes, strides and the inputs without samples.
-    """
-    leaves = tree_flatten(batch_of(chunk).pick([0]))[0]
-    strides = tuple(
-        (t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided
-    )
-    return strides, chunk.key.shared_inputs, tuple(chosen)
+def _copies(chunk: Chunk, plan: Plan, v: Tensor) -> int:
+    """Return how often the loop runs a sample at once, which a plan keeps (see `right_copies`)."""
+    view, shapes = chunk.view, plan.shapes
+    if shapes.copies is None:
+        samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, view.parameters)
+        close = norm_tolerance(view, chunk.ledger, v.device)
+        shapes.copies = right_copies(samples, view.row(v, 0), close)
+    return shapes.copies
 
 
 def forward_of(view: ModelView, batch: Batch) -> Forward:

@@ -45,7 +45,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 # of one that may well interact.
 SOME_ALONE = 5
 MANY_ALONE = 32
-FEW = 4  # samples, as a model may take even numbers only, or no fewer
+FEW = 4  # samples that stand for a batch
 OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 IRREGULAR = "the graph of another number of samples has another structure"
@@ -341,8 +341,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     order = torch.randperm(count, generator=generator).tolist()
     groups: list[list[int]] = []
     if whole and count > SAMPLES:
-        half = _half_that_the_model_takes(count)
-        groups = [order[:half], order[half:]]
+        groups = [order[: count // 2], order[count // 2 :]]
     if whole and count > 2:
         groups.append(order[-1:] * count)
     few = max(1, min(SOME_ALONE, count - SAMPLES))
@@ -367,49 +366,16 @@ def _depends_on_others_of_other_size(chunk: Chunk, batch: Batch) -> bool:
     return alone is not None
 
 
-def _company_of_enough(chunk: Chunk) -> list[list[int]]:
-    """Return companies for a model that takes no smaller batch than one of four, or of this size.
-
-    They are `_other_company` with each sample several times: halves as often as fills the batch.
-    """
-    parts = _other_company(chunk)
-    sizes = [FEW if len(set(part)) == 1 else chunk.count for part in parts]
-    return [(part * size)[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-def _half_that_the_model_takes(count: int) -> int:
-    """Return the half of a batch; an even one of an even batch, as the model may take no others."""
-    half = count // 2
-    model_may_take_even_counts_alone = count % 2 == 0
-    return half - half % 2 if model_may_take_even_counts_alone else half
-
-
 def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:
     """Return True if the batch's samples give in parts of it what they gave in it.
 
-    A model that does not take the parts is run on batches of enough.
-    """
-    try:
-        return _is_same_in(_other_company(chunk), chunk, batch)
-    except FAILURES as error:
-        if isinstance(error, FastlrError) or out_of_memory(error):
-            raise
-        try:
-            return _is_same_in(_company_of_enough(chunk), chunk, batch)
-        except FAILURES:
-            raise error from None
-
-
-def _is_same_in(companies: list[list[int]], chunk: Chunk, batch: Batch) -> bool:
-    """Return True if the batch's samples give in some companies what they gave in it.
-
-    The companies run as the model says; the batch may have run with folded blocks.
+    The parts run as the model says; the batch may have run with folded blocks.
 
     Raises:
         FoldRefuted: they give what the batch gives, too, where it runs as the model says.
     """
     in_batch = InBatch(chunk.view, batch, chunk.z)
-    difference = in_batch.first_difference(companies)
+    difference = in_batch.first_difference(_other_company(chunk))
     if difference is None:
         return True
     if chunk.folding.blocks.has_folded:

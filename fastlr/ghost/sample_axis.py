@@ -189,18 +189,13 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
     # In parts of the largest sum: what is nothing but rounding, and nobody's.
     noise = max(1e-12, marks.tolerance**3)
     alive = plain > plain.max() * noise if plain.numel() else plain.bool()
-    low = marks.tolerance >= 0.1 and plain.numel() > 0
-    # What a row's rounding is in parts of.
-    size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain
     if isinstance(layout, Regular):
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
-        wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors
+        wrong = (marked - plain * factors).abs() > marks.tolerance * plain * factors
         return None if bool((wrong & alive).any()) else layout
     ratios = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
     ids = marks.read(ratios[:-1])
     unknown = ids < 0
     ids = ids.clamp_min(0)
-    wrong = ((ratios / marks.factors[:, ids] - 1).abs() * plain > marks.tolerance * size).any(
-        0
-    ) | unknown
+    wrong = ((ratios / marks.factors[:, ids] - 1).abs() > marks.tolerance).any(0) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

@@ -252,17 +252,6 @@ def test_an_interaction_that_begins_later_is_refused_at_once():
         fastlr.redundancy_loss(model, x, seed=5)
 
 
-def test_a_model_that_takes_no_two_samples_is_checked_in_later_calls_too():
-    def in_fours(m, x):
-        if len(x) % 4:
-            raise ValueError("multiples of four only")
-        return m.layer(x)
-
-    model, x = Written(in_fours, layer=nn.Linear(4, 3)), torch.randn(8, 4)
-    for seed in range(3):
-        assert fastlr.redundancy_loss(model, x, seed=seed) > 0
-
-
 def test_samples_whose_gradients_mix_in_the_backward_pass_are_refused(double):
     """Value and slope are those of the batch's graph, where the counts are the batch's."""
     model = Written(

@@ -5,9 +5,7 @@ An error names the thing, the reason and the remedy.
 
 import dataclasses
 import gc
-import operator
 import os
-from functools import partial
 
 import torch
 from exact import seeded
@@ -718,9 +716,6 @@ class Outputs:
 
     def of_a_slice(self, part=(slice(None), slice(0, 2))):
         return lambda result: result["logits"][part]
-
-    def part_of_function(self):
-        return partial(operator.getitem)
 
     def default(self):
         return lambda result, *, key="logits": result[key]
