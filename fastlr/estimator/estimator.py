@@ -17,23 +17,22 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import InputError, ModelError, NonFiniteError, warn
 from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.identity import describe, inputs_hash, of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.progress import reporter
 from fastlr.estimator.ranks import agree, buffers_of_rank_0, holds_on_all, merged
-from fastlr.estimator.result import Estimate, paired_difference
+from fastlr.estimator.result import Estimate, paired_difference, versions
 from fastlr.estimator.statistics import (
     Moments,
     Stopping,
     memorization_gain,
     regression_memorization_bound,
 )
-from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import ModelView
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
-from fastlr.versions import versions
 
 __all__ = [
     "Estimate",

@@ -7,26 +7,28 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from fastlr.errors import FastlrError, InputError, InteractionError, ModelError, first_line, warn
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of_sigmoid
 from fastlr.estimator.predictive import Predictive
-from fastlr.ghost.api import engine_of, refuse_mixed_gradients
-from fastlr.ghost.auditor import require_hooks_to_add
+from fastlr.estimator.whole_batch import refuse_mixed_gradients, require_hooks_to_add
+from fastlr.ghost.api import engine_of
+from fastlr.ghost.arguments import arguments
 from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.graph import autocast_dtype, dense, walk
-from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, call_with, select_output
+from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, select_output
 from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.verification.company import InBatch
-from fastlr.ghost.writes import LARGE, passes_write
+from fastlr.ghost.writes import LARGE, forward_pass, passes_write
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
@@ -138,7 +140,7 @@ def redundancy_loss(
                 z = view.forward(copied(x))
             else:  # buffers may change before the loss is differentiated
                 own = _copies_of_small_buffers(view.module)
-                z = select_output(call_with(view.module, own, copied(x)), output)
+                z = select_output(_call_with(view.module, own, copied(x)), output)
         if carriers is not None:
             _refuse_another_output(engine, x, z, carriers)
         _look_at(z, view.parameters)
@@ -163,6 +165,25 @@ def redundancy_loss(
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )
+
+
+def _call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
+    """Make a `call` with other parameters and buffers, wherever the model has them.
+
+    Each module is named once: of two names of one module, torch would put back the tensors of this
+    call, not the model's.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    held = {id(t): tensors[name] for name, t in named if name in tensors}
+    places = {
+        f"{prefix}.{key}" if prefix else key: held[id(tensor)]
+        for prefix, module in model.named_modules()
+        for entries in (module._parameters, module._buffers)
+        for key, tensor in entries.items()
+        if tensor is not None and id(tensor) in held
+    }
+    with arguments(x) as given, forward_pass(model), uncompiled():
+        return functional_call(model, places, *given, tie_weights=False)
 
 
 def _check_arguments(reduction: Any, predictive: Any) -> None:

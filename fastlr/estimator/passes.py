@@ -17,10 +17,10 @@ from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
-from fastlr.ghost.api import engine_of, refuse_mixed_gradients
-from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
+from fastlr.estimator.whole_batch import gradient_of_batch, refuse_mixed_gradients
+from fastlr.ghost.api import engine_of
 from fastlr.ghost.batch import along, copied
-from fastlr.ghost.cotangents import Scaled, batch_sq_norms
+from fastlr.ghost.cotangents import Scaled
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
@@ -232,11 +232,10 @@ class Passes:
         )
         if self.may_be_probabilities:
             self._warn_unless_layer_made_output(x)
-        require_hooks_to_scale(self.view, z, v)
-        require_hooks_to_add(self.view)
-        parameters = self.engine.parameters
-        table = batch_sq_norms(parameters, z, v, stop - start)
-        return ChunkNorms(list(parameters), table, dict.fromkeys(parameters, "batch gradient"))
+        grads = gradient_of_batch(self.view, z, v)
+        table = torch.stack([g.square().sum() for g in grads])[:, None] * (stop - start)
+        names = list(self.engine.parameters)
+        return ChunkNorms(names, table, dict.fromkeys(names, "batch gradient"))
 
     def description(self) -> str:
         """Return what the outputs were taken for, as text."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -286,3 +289,20 @@ def _same_predictive(a: Estimate, b: Estimate) -> bool | None:
     if left == right and kinds[0] in _TOLD and "mask" not in left:
         return True
     return False if kinds[0] == "Gaussian" else None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of fastlr, torch and Python."""
+    return {
+        "fastlr": _version_of_fastlr(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@cache  # it is read from a file
+def _version_of_fastlr() -> str:
+    try:
+        return version("fastlr")
+    except PackageNotFoundError:
+        return "not installed"

@@ -10,18 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed.fully_sharded import full_params
-from fastlr.errors import InputError, InteractionError
-from fastlr.ghost.batch import copied
+from fastlr.errors import InputError
 from fastlr.ghost.copy_checks import with_deviations_of_copy
 from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.engine import Cotangent, Engine, measured_by_new_engine
-from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.norms import norm_tolerance
 from fastlr.ghost.objects import PLAIN, number, weakly_by_module
-from fastlr.ghost.planner import COUNTED
 from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
-from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.recent import Recent
 
@@ -70,44 +65,6 @@ def engine_for(
 ) -> Engine:
     """Return the engine of a model and these options (see `engine_of`)."""
     return engine_of(ModelView.of(model, output, in_dim, out_dim))
-
-
-def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
-    """Require that samples have the gradients within their batch that they have alone.
-
-    A measure that differentiates a whole batch rests on that. Where all parameters go by rules, the
-    audits say so; for the loop over samples it need not be.
-
-    Raises:
-        InteractionError: a backward formula or a hook mixes samples, or counts those of the batch.
-    """
-    alone = engine.run(x, generic_cotangent, check=True)
-    view, by_loop = engine.view, engine.ledger.loop
-    if not by_loop:
-        return
-    chosen = {name: p for name, p in engine.parameters.items() if name in by_loop}
-    for name in chosen:
-        if engine.ledger.parameters[name].reason == COUNTED:  # in a later batch, if not in this
-            raise _mixed(f"the gradient of parameter {name}")
-    with engine.without_caches(x):
-        z = view.forward(copied(x))
-    v = generic_cotangent(z)
-    close, norms_alone = norm_tolerance(view, engine.ledger, v.device), alone.per_parameter
-    for sample, total in enumerate(alone.total):
-        own = torch.zeros_like(v)
-        view.row(own, sample).copy_(view.row(v, sample))
-        for name, within in zip(chosen, exact_grads(z, chosen, own, retain=True), strict=True):
-            if not norms_agree(within, norms_alone[name][sample], total, close):
-                raise _mixed(f"the gradient of parameter {name} for sample {sample}")
-
-
-def _mixed(what: str) -> InteractionError:
-    return InteractionError(
-        f"{what} is another within its batch than alone: a backward formula or a hook mixes "
-        "samples, or counts those of the batch (nn.Embedding(scale_grad_by_freq=True)), and this "
-        "measure differentiates the whole batch. Make it work on each sample alone, or use "
-        "fastlr.estimate or per_sample_grad_sq_norms, which go sample by sample"
-    )
 
 
 @locks_model

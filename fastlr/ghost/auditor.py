@@ -218,18 +218,19 @@ def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:
 
 
 def _hooks_change(p: Tensor) -> bool:
-    given = _random_gradient(p, 0)
+    given = random_gradient(p, 0)
     try:
-        return not torch.equal(_hooked(p, given), given)
+        return not torch.equal(hooked(p, given), given)
     except FAILURES:  # it takes no such gradient
         return True
 
 
-def _random_gradient(p: Tensor, seed: int) -> Tensor:
+def random_gradient(p: Tensor, seed: int) -> Tensor:
+    """Return random numbers as the gradient of a parameter."""
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
 
 
-def _hooked(p: Tensor, gradient: Tensor) -> Tensor:
+def hooked(p: Tensor, gradient: Tensor) -> Tensor:
     """Return what the hooks of a parameter make of a gradient, which stays as it is."""
     gradient = gradient.clone()
     with torch.no_grad():
@@ -237,34 +238,6 @@ def _hooked(p: Tensor, gradient: Tensor) -> Tensor:
             returned = hook(gradient)
             gradient = gradient if returned is None else returned
     return gradient
-
-
-def require_hooks_to_add(view: ModelView) -> None:
-    """Require of hooks of parameters that they give for a sum of gradients the sum of theirs.
-
-    Where the squared norm of a batch's gradient stands for those of its samples, scaling is not
-    enough: a hook that keeps positive numbers alone scales.
-
-    Raises:
-        NonlinearBackwardError: a hook does not.
-    """
-    for name, p in view.parameters.items():
-        if p._backward_hooks and not _hooks_add(p):
-            raise NonlinearBackwardError(
-                f"a hook of parameter {name} does not give for the sum of two gradients the sum of "
-                "what it gives for each, so that a batch's gradient does not stand for those of "
-                "its samples; remove it for the measurement"
-            )
-
-
-def _hooks_add(p: Tensor) -> bool:
-    one, other = _random_gradient(p, 0), _random_gradient(p, 1)
-    try:
-        apart, together = _hooked(p, one) + _hooked(p, other), _hooked(p, one + other)
-    except FAILURES:  # it takes no such gradient
-        return True
-    rounding = 100 * torch.finfo(p.dtype).eps
-    return torch.allclose(apart, together, rtol=rounding, atol=rounding * float(apart.abs().max()))
 
 
 def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor, *, always: bool = False) -> None:

@@ -6,7 +6,7 @@ They are checked, and each sample is scaled to unit size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ghost.graph import exact_grads
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -143,19 +142,6 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
 def _squared(exponent: Tensor) -> Tensor:
     """The factors [B] that undo the scaling of squared norms, float64."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), 2 * exponent)
-
-
-def batch_sq_norms(
-    parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int
-) -> Tensor:
-    """Return the squared norms [parameters, 1] of a batch's gradients, times ``size``.
-
-    The gradients are those of ``<output, v>``, by one backward pass.
-    """
-    # Unit size, as above: small cotangents keep their bits.
-    exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
-    unit = (v * 2.0**-exponent).to(output.dtype)
-    return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)
 
 
 def generic_cotangent(z: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.arguments import arguments
@@ -261,25 +260,6 @@ def call(model: Callable, x: Any, *, copies: bool = True) -> Any:
             if isinstance(error, FastlrError) or out_of_memory(error):
                 raise
     return run(x, False)
-
-
-def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
-    """Make a `call` with other parameters and buffers, wherever the model has them.
-
-    Each module is named once: of two names of one module, torch would put back the tensors of this
-    call, not the model's.
-    """
-    named = (*model.named_parameters(), *model.named_buffers())
-    held = {id(t): tensors[name] for name, t in named if name in tensors}
-    places = {
-        f"{prefix}.{key}" if prefix else key: held[id(tensor)]
-        for prefix, module in model.named_modules()
-        for entries in (module._parameters, module._buffers)
-        for key, tensor in entries.items()
-        if tensor is not None and id(tensor) in held
-    }
-    with arguments(x) as given, forward_pass(model), uncompiled():
-        return functional_call(model, places, *given, tie_weights=False)
 
 
 def select_output(result: Any, output: OutputSelector) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.padding import refuse_padding
 from fastlr.ghost.batch import copied
-from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
 from fastlr.ghost.refusals import refusals
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch

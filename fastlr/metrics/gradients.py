@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, NonFiniteError, warn
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
-from fastlr.ghost.api import engine_of, refuse_mixed_gradients
-from fastlr.ghost.auditor import require_hooks_to_add, require_hooks_to_scale
+from fastlr.estimator.whole_batch import gradient_of_batch, refuse_mixed_gradients
+from fastlr.ghost.api import engine_of
 from fastlr.ghost.batch import Batch, along, copied
-from fastlr.ghost.eval_mode import eval_mode
-from fastlr.ghost.graph import dense
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.verification.audit import Draw
@@ -170,7 +169,7 @@ def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measu
     The graph of z is used up.
     """
     v = SampleLosses(loss, view.out_dim).gradient_of_all(z.detach(), y)
-    return _batch_measure(_gradient(view, z, v), view.sample_count(z))
+    return _batch_measure(gradient_of_batch(view, z, v), view.sample_count(z))
 
 
 def _batch_measure(sums: list[Tensor], n: int) -> Measure:
@@ -343,7 +342,7 @@ def _parts(
                     v = losses.gradient(z.detach(), labels)
                 else:
                     v = losses.gradient_of_all(z.detach(), labels) if whole else own(z.detach())
-                grads = _gradient(view, z, v)
+                grads = gradient_of_batch(view, z, v)
             if number + 1 == _TOGETHER == len(singles):
                 losses.require_no_company(list(singles.values()))
             yield _Part(norms, grads, size)
@@ -393,18 +392,3 @@ def _labelled(y: Any) -> int:
             f"{type(y).__name__}: give a tensor with samples along axis 0, as by torch.as_tensor(y)"
         )
     return len(labels[0])
-
-
-def _gradient(view: ModelView, z: Tensor, v: Tensor) -> list[Tensor]:
-    """Return the gradient of <v, z> in float64; z and v have the output's shape.
-
-    v is scaled to unit size in the backward pass, so that half precision keeps its bits. So hooks
-    of parameters must scale as it does, and gradients of parts add up to that of all.
-    """
-    require_hooks_to_scale(view, z, v)
-    require_hooks_to_add(view)
-    exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
-    unit = (v.double() * 2.0**-exponent).to(z.dtype)
-    parameters = list(view.parameters.values())
-    grads = torch.autograd.grad(z, parameters, unit, materialize_grads=True)
-    return [dense(g).double() * 2.0**exponent for g in grads]

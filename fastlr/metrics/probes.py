@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError, first_line
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.loss import sample_gradients
 from fastlr.estimator.options import require_predictive
 from fastlr.estimator.padding import padding_mask, refuse_padding
@@ -21,10 +22,10 @@ from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
-from fastlr.ghost.api import engine_of, refuse_mixed_gradients
+from fastlr.estimator.whole_batch import refuse_mixed_gradients
+from fastlr.ghost.api import engine_of
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
-from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
 from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals

@@ -12,7 +12,7 @@ from torchvision import models
 
 import fastlr
 from bench.cases import calibrate
-from fastlr.ghost import eval_mode
+from fastlr.estimator import eval_mode
 from fastlr.ops import cudnn
 from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.torch_private import cudnn_enabled

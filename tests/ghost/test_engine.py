@@ -18,7 +18,8 @@ from untouched import untouched
 
 import fastlr
 from bench import cases
-from fastlr.ghost import Engine, eval_mode, rules
+from fastlr.estimator import eval_mode
+from fastlr.ghost import Engine, rules
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.factors import Norms
 from fastlr.ghost.graph import ALIASES

@@ -27,6 +27,7 @@ from fastlr.display.record import counted, machine
 from fastlr.distributed.connection import connect
 from fastlr.distributed.sharding import local_device, team
 from fastlr.errors import InputError, ModelError, one_line, warn
+from fastlr.estimator.result import versions
 from fastlr.experiments.runs.folder import Run, commit_of_source, opened
 from fastlr.experiments.runs.integrity import CONFIG
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
@@ -35,7 +36,6 @@ from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
 from fastlr.models.loading import usable_device
-from fastlr.versions import versions
 
 _START = (
     "import json, sys; sys.path = json.loads(sys.argv[1]); "

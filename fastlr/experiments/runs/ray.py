@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import FastlrError, InputError, install, one_line, warn
+from fastlr.estimator.result import versions
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job, Listen, Message
 from fastlr.experiments.runs.ray_node import Node, checksum, sent_whole
-from fastlr.versions import versions
 
 RETRIES = 3
 # Seconds in which a network file system shows what was written, or drops the lock of a dead node.

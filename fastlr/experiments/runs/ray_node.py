@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import InputError
+from fastlr.estimator.result import versions
 from fastlr.experiments.runs.processes import Job, Message, job_messages
 from fastlr.files import LOCK, locked
-from fastlr.versions import versions
 
 _DYING = 1.0  # seconds in which a worker that Ray ends, after the job that it has started, is gone
 

@@ -15,8 +15,8 @@ from stable_baselines3.common.logger import Logger
 from torch import nn
 
 from fastlr.errors import InputError, few, warn
+from fastlr.estimator.eval_mode import train_flags_kept
 from fastlr.files import read_tensors, save_file
-from fastlr.ghost.eval_mode import train_flags_kept
 from fastlr.inputs import TensorInputs
 from fastlr.integrations.measurement import Reading
 from fastlr.integrations.monitor import Monitor

@@ -25,6 +25,7 @@ from test_many import ATTACH
 
 from fastlr.cli.main import main
 from fastlr.errors import FastlrError
+from fastlr.estimator.result import versions
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.runs import ray as on_ray
 from fastlr.experiments.runs import ray_node, sweep
@@ -32,7 +33,6 @@ from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job
 from fastlr.files import locked
-from fastlr.versions import versions
 
 DRIVER = continual.DRIVER
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import ModelError
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.predictive import Categorical
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
 from fastlr.experiments.data import Task, take
 from fastlr.experiments.runs.options import option
-from fastlr.ghost.eval_mode import eval_mode
 
 
 def diagonal_fisher(

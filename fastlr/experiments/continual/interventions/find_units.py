@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
-from fastlr.ghost.eval_mode import eval_mode
 from fastlr.ghost.verification.deep_copy import deep_copy, move
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
 from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
