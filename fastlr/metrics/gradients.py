@@ -25,7 +25,7 @@ from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.torch_private import tree_leaves, tree_map
 
-_TOGETHER = 8  # samples of parts of one that the loss is asked for together
+_TOGETHER = 8  # samples that the loss is asked for together where it is given single ones
 MEASURES = _PER_SAMPLE, BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
     _PER_SAMPLE: "training gradient norm, per sample: mean over samples of "
@@ -64,8 +64,7 @@ def train_grad_norm(
             Outputs in half precision are given to it in float32. The loss of a sample must depend
             on its own output and labels alone: it is asked again with the samples in other company.
             A weight by place that it closes over goes with ``batch_size=None`` alone. With
-            ``batch_size=1`` it is asked for a few samples together; a single sample in all has no
-            company, and only what is random is found.
+            ``batch_size=1`` it is asked for a few samples together.
         batch_size: at most so many samples in one pass; default all.
         output: picks the output tensor from what the model returns, as in
             `fastlr.per_sample_grad_sq_norms`.
@@ -317,16 +316,14 @@ def _parts(
     """Yield what each part of the samples gives to the named measures, in eval mode."""
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
-    singles: dict[int, tuple[Tensor, Any]] = {}
     with eval_mode(view.module, view.device), uncompiled():
+        if batch_size == 1:
+            few = next(_chunks(x, y, _TOGETHER, view.in_dim))
+            losses.require_no_company(view.outputs(copied(few[0])), few[1])
         chunks = _chunks(x, y, batch_size, view.in_dim)
-        for number, (part, labels, whole, draw) in enumerate(chunks):
+        for part, labels, whole, draw in chunks:
 
-            def own(
-                z: Tensor, labels: Any = labels, whole: bool = whole, number: int = number
-            ) -> Tensor:
-                if not whole and number < _TOGETHER and view.sample_count(z) == 1:
-                    singles[number] = z.detach().clone(), labels
+            def own(z: Tensor, labels: Any = labels, whole: bool = whole) -> Tensor:
                 return losses.own_gradient(z, labels, whole=whole)
 
             norms, grads, size = None, None, 0
@@ -343,11 +340,7 @@ def _parts(
                 else:
                     v = losses.gradient_of_all(z.detach(), labels) if whole else own(z.detach())
                 grads = gradient_of_batch(view, z, v)
-            if number + 1 == _TOGETHER == len(singles):
-                losses.require_no_company(list(singles.values()))
             yield _Part(norms, grads, size)
-        if 1 < len(singles) < _TOGETHER:
-            losses.require_no_company(list(singles.values()))
 
 
 def _chunks(

@@ -9,42 +9,31 @@ gradient. So the loss is asked again with the samples in other company.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import FAILURES, sample_count
-from fastlr.ghost.verification.agreement import agree
 from fastlr.ghost.writes import unchanged
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import (
-    hooks_of_all_modules,
-    tree_flatten,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
 
 Loss = Callable[[Tensor, Any], Tensor]
 
-_SMALL = 1 << 14  # elements of an output whose samples are asked for until every two were apart
-_SINGLE = 32  # samples at most that are among copies of themselves alone
-_OF_LARGE = 3  # splits of the samples of larger outputs, and samples alone
-_FEWEST, _AGAIN = 6, 2  # splits: at least, of a loss that has passed
-_ALONE = 3  # times that the loss of a single sample is asked again
-_MARGIN = 32  # differences of this many times the measured rounding are rounding
-_NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
-# Relative difference of gradients that is taken for rounding, by the digits that they have.
-_ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
-_times: WeakIdKeyDictionary = WeakIdKeyDictionary()  # loss -> shapes -> how often it was asked
+_LARGE = 1 << 20  # elements of an output
+# Splits of a batch into halves, and single samples, in other company; of a large output one each.
+_SPLITS, _SINGLE = 6, 8
+_ROUNDING, _ROUNDING_UNDER_AUTOCAST = 1e-3, 5e-2  # of a gradient, in parts of its largest entry
+_TINY = 1e-6  # rounding of gradients that vanish, in parts of the largest entry of all samples
 _MIXES = (
     "the loss mixes samples: the gradient of a sample's loss changes with the other samples of "
     "its batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
@@ -57,31 +46,11 @@ _OF_A_PLACE = (
     "division by the batch size), and the samples are measured in parts: pass weights as a part of "
     "y, and take no mean"
 )
-_OF_ANOTHER = (
-    "the loss of a sample is that of another: there are as many losses as samples, and two of them "
-    "depend on the output at the same place, whatever sample is there (one loss for all, a choice "
-    "by place). Give the loss of each sample's own output and labels; constant weights may "
-    "multiply it, zeros among them"
-)
 _RANDOM = (
     "the loss gives another gradient when it is asked again: it draws random numbers, or keeps "
     "something between two calls, so that the norm of a gradient is no property of the model. Draw "
     "the numbers once, before, and use the same in every call"
 )
-# Losses of torch whose elements are of a sample each, for targets of the output's shape (classes).
-_ELEMENTWISE: tuple[Any, ...] = (
-    F.binary_cross_entropy_with_logits,
-    F.huber_loss,
-    F.l1_loss,
-    F.mse_loss,
-    F.smooth_l1_loss,
-    nn.BCEWithLogitsLoss,
-    nn.HuberLoss,
-    nn.L1Loss,
-    nn.MSELoss,
-    nn.SmoothL1Loss,
-)
-_OF_CLASSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class SampleLosses:
@@ -154,8 +123,7 @@ class SampleLosses:
                 `gradient`.
         """
         gradient = self.gradient(z, y)
-        if not self._known(z, y):
-            _Company(self, *_fitted(z, y), gradient).require_the_same_again()
+        self._require_the_same_again(*_fitted(z, y), gradient)
         return gradient
 
     def own_gradient(self, z: Tensor, y: Any, *, whole: bool) -> Tensor:
@@ -172,311 +140,90 @@ class SampleLosses:
             InputError: The loss mixes samples, or is random. Others: as for `gradient`.
         """
         gradient = self.gradient(z, y, whole=whole)
-        if not self._known(z, y):
-            company = _Company(self, *_fitted(z, y), gradient)
-            company.require_the_same_again()
-            if company.count > 1:
-                company.require_none(whole=whole)
+        z, y = _fitted(z, y)
+        self._require_the_same_again(z, y, gradient)
+        count = sample_count(z, self.out_dim)
+        if count == 1:
+            return gradient
+        axes = _label_axes(y, count, self.out_dim % z.ndim)
+        if not any(self._losses_are_of_a_sample_each(z, y, axis) for axis in axes):
+            raise InputError(_MIXES)
+        twice = torch.arange(count).roll(1).repeat(2)
+        if not (whole or self._same(self._rows(gradient, twice), self._asked(z, y, twice, 0))):
+            raise InputError(_OF_A_PLACE)
         return gradient
 
-    def require_no_company(self, singles: Sequence[tuple[Tensor, Any]]) -> None:
-        """Raise InputError where the losses of single samples mix samples that come together.
+    def require_no_company(self, z: Tensor, y: Any) -> None:
+        """Raise InputError where a loss that is given single samples mixes those of a batch.
 
         A loss that reduces several samples to one number, or fails on them, may be right for single
         ones: it passes.
-
-        Args:
-            singles: output and labels of each.
         """
-        outputs, labels = zip(*singles, strict=True)
-        if len({z.shape for z in outputs}) > 1:
-            return
-        z, y = torch.cat(outputs, self.out_dim), _joined(labels)
         try:
-            gradient = self.gradient(z, y)
+            self.gradient(z, y)
         except FastlrError:
             return
-        if not self._known(z, y):
-            _Company(self, *_fitted(z, y), gradient).require_none(whole=False)
+        self.own_gradient(z, y, whole=False)
 
-    def _known(self, z: Tensor, y: Any) -> bool:
-        """Return True for a loss of torch's whose elements are known to be of a sample each."""
-        if self.out_dim != 0 or z.ndim < 2 or not isinstance(y, Tensor):
-            return False
-        if not _of_options_alone(self.given):
-            return False
-        kind = type(self.given) if isinstance(self.given, nn.Module) else self.given
-        if any(kind is known for known in _ELEMENTWISE):
-            return y.shape == z.shape
-        if any(kind is known for known in _OF_CLASSES):
-            return y.shape in (z.shape, z.shape[:1] + z.shape[2:])
-        return False
-
-
-class _Company:
-    """Asks a loss for samples in other company, which must not change the gradient at their rows.
-
-    A loss that is new, or whose output has a new shape, is asked until every two samples were apart
-    (of a large output, for a few splits); later for two other splits each time.
-
-    Args:
-        losses: the user's.
-        z: output, as the loss is given it.
-        y: labels.
-        gradient: of the losses' sum at z.
-    """
-
-    def __init__(self, losses: SampleLosses, z: Tensor, y: Any, gradient: Tensor) -> None:
-        self.losses, self.state_kept = losses.losses, losses.state_kept
-        self.key, self.z, self.y, self.gradient = losses.given, z, y, gradient
-        self.axis = losses.out_dim % z.ndim
-        self.count = z.shape[self.axis]
-        self.times = _record(self.key).get(z.shape, 0)
-
-    def require_the_same_again(self) -> None:
+    def _require_the_same_again(self, z: Tensor, y: Any, gradient: Tensor) -> None:
         """Raise InputError where the same samples give another gradient."""
-        for _ in range(1 if self.count > 1 else _ALONE):
-            if not self._same(self.gradient, self._asked(self.z, self.y)):
-                raise InputError(_RANDOM)
+        every = torch.arange(sample_count(z, self.out_dim))
+        if not self._same(gradient, self._asked(z, y, every, None)):
+            raise InputError(_RANDOM)
 
-    def require_none(self, *, whole: bool) -> None:
-        """Raise InputError unless the company of a sample does not matter."""
-        several = not self.times and self._a_loss_is_of_several()
-        axes = [] if several else list(filter(self._same_in_any_order, self._label_axes()))
-        if axes and not self.times:
-            self._require_none_chosen_by_place(axes[0])
-        if axes and (whole or self._same_in_other_numbers()):
-            _record(self.key)[self.z.shape] = self.times + 1
-            return
-        self.require_the_same_again()
-        raise InputError(_OF_A_PLACE if axes else _MIXES)
-
-    # -- the losses one by one
-    # ----------------------------------------------------------------------------------------------
-
-    def _a_loss_is_of_several(self) -> bool:
-        """Return True if one of the losses depends on the outputs of several samples."""
-        return any(len(places) > 1 for places in self._places_of_losses().values())
-
-    def _require_none_chosen_by_place(self, label_axis: int | None) -> None:
-        """Raise InputError for as many losses as samples, two of one place, or one loss of a place.
-
-        They are so with other samples there, too. Where a loss leaves out elements, and as many
-        stay as there are samples, or one, they go with the samples instead.
-        """
-        with self.state_kept(), torch.no_grad():
-            number = self.losses(self.z, self.y).numel()
-        if number not in (1, self.count):
-            return
-        moved = self._in_other_places(label_axis)
-        there = {} if moved is None else moved._places_of_losses()
-        here = self._places_of_losses()
-        fixed = [places[0] for loss, places in here.items() if places == there.get(loss)]
-        if number == 1 and fixed:
-            raise _reduced("one number", self.count)
-        if len(set(fixed)) < len(fixed):
-            raise InputError(_OF_ANOTHER)
-
-    def _places_of_losses(self) -> dict[int, list[int]]:
-        """Return the places of the samples on whose outputs each loss depends, by the loss' number.
-
-        They are found for the largest loss and for some others, by one backward pass each. Those
-        whose gradient is zero, or not a number, are left out.
-        """
-        found: dict[int, list[int]] = {}
-        with self.state_kept(), torch.enable_grad():
-            leaf = self.z.detach().clone().requires_grad_()
-            losses = self.losses(leaf, self.y).flatten()
-            for number in self._some(losses) if losses.requires_grad else ():
-                gradient = _grad(losses[number], leaf, retain=True)
-                if gradient is None:
-                    continue
-                sizes = _sizes(gradient, self.axis)
-                places = (sizes > _rounding(self.gradient) * sizes.amax()).nonzero()
-                if len(places):
-                    found[number] = places.flatten().tolist()
-        return found
-
-    def _some(self, losses: Tensor) -> list[int]:
-        """Return the numbers of the largest of the losses and of some others."""
-        most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
-        largest = losses.detach().abs().topk(min(1, len(losses))).indices
-        order = torch.randperm(len(losses), generator=torch.Generator().manual_seed(0))
-        return list(dict.fromkeys([*largest.tolist(), *order[:most].tolist()]))
-
-    # -- samples in other company
-    # ----------------------------------------------------------------------------------------------
-
-    def _same_in_any_order(self, label_axis: int | None) -> bool:
-        """Return True if what a sample gives at a place does not depend on the others.
-
-        Its own place is not enough: an order statistic, or a choice by rank, may fall on the same
-        place for the samples and for copies of some. So it is asked with the samples in other
-        places, too.
+    def _losses_are_of_a_sample_each(self, z: Tensor, y: Any, label_axis: int | None) -> bool:
+        """Return True if samples have the same gradients in other company, whatever their places.
 
         Args:
-            label_axis: axis of the labels that goes with the samples; None: they stay in place.
+            z: Output, as the loss gets it.
+            y: Labels.
+            label_axis: Axis of the labels that goes with the samples; None: they stay in place.
         """
-        moved = self._in_other_places(label_axis)
-        return (
-            moved is not None
-            and self._same_in_place(label_axis)
-            and moved._same_in_place(label_axis)
-        )
+        count = sample_count(z, self.out_dim)
+        places = torch.arange(count)
+        for order in (places, places.roll(1)):
+            before = self._asked(z, y, order, label_axis)
+            for kept in _kept_samples(count, is_large=z.numel() > _LARGE):
+                source = kept[:1].repeat(count)
+                source[kept] = kept
+                got = self._asked(z, y, order[source], label_axis)
+                if before is None or got is None:
+                    return False
+                if not self._same(self._rows(before, kept), self._rows(got, kept)):
+                    return False
+        return True
 
-    def _in_other_places(self, label_axis: int | None) -> _Company | None:
-        """Return the same samples, each in another's place; None where the loss fails on them."""
-        source = self._order_without_fixed_places()
-        moved = copy(self)
-        moved.z, moved.y = self._at(self.z, source), self._y(source, label_axis)
-        gradient = self._asked(moved.z, moved.y)
-        if gradient is None:
-            return None
-        moved.gradient = gradient
-        return moved
-
-    def _order_without_fixed_places(self) -> Tensor:
-        """Return a random order in which no sample is at its own place."""
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.times))
-        source = torch.empty_like(order)
-        source[order] = order.roll(1)
-        return source
-
-    def _same_in_place(self, label_axis: int | None) -> bool:
-        """Return True if samples give the same in their places beside copies of themselves.
+    def _asked(self, z: Tensor, y: Any, source: Tensor, label_axis: int | None) -> Tensor | None:
+        """Return the gradient for a batch of some samples; None where the loss does not take it.
 
         Args:
-            label_axis: axis of the labels that goes with the samples; None: they stay in place.
+            z: Output, as the loss gets it.
+            y: Labels.
+            source: Sample at each place of the batch.
+            label_axis: Axis of the labels that goes with the samples; None: they stay in place.
         """
-        for copied_of_kept, kept in self._companies():
-            source = self._among_copies(copied_of_kept, kept)
-            got = self._asked(self._at(self.z, source), self._y(source, label_axis))
-            if got is None or not self._same_of(kept, self._at(got, kept)):
-                return False
-        return True
-
-    def _companies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the samples of which there are copies, and those that stay in their places.
-
-        A part stays among copies of itself or of one of it; at first single samples, too, among
-        copies of themselves, where nothing of the others is left.
-        """
-        for turn, rows in enumerate(self._parts()):
-            beside_copies_of_one = turn % 2 == 1
-            yield rows[:1] if beside_copies_of_one else rows, rows
-        if not self.times:
-            most = _SINGLE if self.z.numel() <= _SMALL else _OF_LARGE
-            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(0))
-            yield from ((row, row) for row in order[:most].split(1))
-
-    def _among_copies(self, copied: Tensor, kept: Tensor) -> Tensor:
-        """Return the sample of each place: those kept in theirs, elsewhere the copied in turn."""
-        source = copied[torch.arange(self.count) % len(copied)]
-        source[kept] = kept
-        return source
-
-    def _same_in_other_numbers(self) -> bool:
-        """Return True if all in another order, and parts of the samples, give what they gave.
-
-        A loss may not take a single sample: then it is asked for all of them twice over.
-        """
-        all_in_another_order = self._order_without_fixed_places()
-        all_twice = torch.arange(self.count).repeat(2)
-        for rows in (all_in_another_order, *self._parts()):
-            got = self._asked_with_first_axis_of_labels(rows)
-            may_take_no_single_sample = got is None and len(rows) == 1
-            if may_take_no_single_sample:
-                rows = all_twice
-                got = self._asked_with_first_axis_of_labels(rows)
-            if not self._same_of(rows, got):
-                return False
-        return True
-
-    def _asked_with_first_axis_of_labels(self, rows: Tensor) -> Tensor | None:
-        """Return the gradient for some samples, whose labels are picked as measures in parts do."""
-        return self._asked(self._at(self.z, rows), self._labels(rows, axis=0))
-
-    def _parts(self) -> Iterator[Tensor]:
-        """Yield parts of the samples, in random order: split by each digit of numbers they have."""
-        digits = (self.count - 1).bit_length()
-        codes = (torch.arange(self.count) << digits) // self.count
-        generator = torch.Generator().manual_seed(self.times)
-        for split in range(self._splits(digits)):
-            if split % digits == 0:
-                order = torch.randperm(self.count, generator=generator)
-            first = (codes >> (digits - 1 - split % digits)) % 2 == 0
-            yield order[first]
-            yield order[~first]
-
-    def _splits(self, digits: int) -> int:
-        """Return in how many splits the samples are asked for; all digits part every two."""
-        if self.times:
-            return _AGAIN
-        return max(digits, _FEWEST) if self.z.numel() <= _SMALL else _OF_LARGE
-
-    def _at(self, t: Tensor, rows: Tensor) -> Tensor:
-        return t.index_select(self.axis, rows.to(t.device))
-
-    def _y(self, source: Tensor, label_axis: int | None) -> Any:
-        """Return the labels of samples that are put in place; those that have no axis stay."""
-        return self.y if label_axis is None else self._labels(source, label_axis)
-
-    def _labels(self, rows: Tensor, axis: int) -> Any:
-        """Return the labels of these samples; tensors of another length stay whole."""
-
-        def pick(t: Any) -> Any:
-            return t.index_select(axis, rows.to(t.device)) if self._of_samples(t, axis) else t
-
-        return tree_map(pick, self.y)
-
-    def _of_samples(self, t: Any, axis: int) -> bool:
-        return isinstance(t, Tensor) and t.ndim > axis and t.shape[axis] == self.count
-
-    def _label_axes(self) -> list[int | None]:
-        """Return the axes along which all labels have the samples; [None] where some do not."""
-        tensors = [t for t in tree_flatten(self.y)[0] if isinstance(t, Tensor) and t.ndim]
-        axes: list[int | None] = []
-        for axis in sorted({0, self.axis}):
-            if tensors and all(self._of_samples(t, axis) for t in tensors):
-                axes.append(axis)
-        return axes or [None]
-
-    def _asked(self, z: Tensor, y: Any) -> Tensor | None:
-        """Return the gradient of the losses' sum at z; None where the loss does not take it."""
-        leaf = z.detach().clone().requires_grad_()
+        leaf = self._rows(z, source).requires_grad_()
+        if label_axis is not None:
+            y = _picked(y, source, label_axis, sample_count(z, self.out_dim))
         try:
             with self.state_kept(), torch.enable_grad():
-                return _grad(self.losses(leaf, y).sum(), leaf, none=torch.zeros_like(leaf))
-        except Exception as error:
+                return _grad(self.losses(leaf, y).sum(), leaf)
+        except Exception as error:  # a loss may raise anything
             if out_of_memory(error):
                 raise
             return None
 
-    def _same_of(self, rows: Tensor, got: Tensor | None) -> bool:
-        return self._same(self._at(self.gradient, rows), got)
+    def _rows(self, t: Tensor, samples: Tensor) -> Tensor:
+        return t.index_select(self.out_dim, samples.to(t.device))
 
-    def _same(self, want: Tensor, got: Tensor | None) -> bool:
-        if got is None:
+    def _same(self, want: Tensor | None, got: Tensor | None) -> bool:
+        """Return True if gradients of the same samples are the same but for rounding."""
+        if want is None or got is None:
             return False
-        relative = _rounding(self.gradient)
-        if agree(want, got, relative, self.axis):
-            return True
-        return agree(want, got, relative, self.axis, self._noise())
-
-    def _noise(self) -> Tensor | None:
-        """Return how far the gradient is off by rounding: what the output's last digits do to it.
-
-        No more than a little of the largest entry: a loss that draws random numbers moves it more.
-        """
-        some = torch.randint(2, self.z.shape, generator=torch.Generator().manual_seed(0)).to(self.z)
-        dtype = _digits(self.gradient)
-        # towards zero: a probability stays one
-        other = self._asked(self.z * (1 - 4 * torch.finfo(dtype).eps * some), self.y)
-        if other is None:
-            return None
-        off = (other - self.gradient).abs().nan_to_num(posinf=0.0)
-        most = _NOISE * float(self.gradient.abs().max())
-        return _MARGIN * off.clamp(max=most).amax(self.axis)
+        size = _sizes(want, self.out_dim)
+        low = torch.is_autocast_enabled(got.device.type)
+        allowed = (_ROUNDING_UNDER_AUTOCAST if low else _ROUNDING) * size + _TINY * size.max()
+        return bool((_sizes(got - want, self.out_dim) <= allowed).all())
 
 
 def _check_labels(y: Any, samples: int) -> None:
@@ -539,22 +286,43 @@ def _sizes(gradient: Tensor, axis: int) -> Tensor:
     return gradient.movedim(axis, 0).reshape(gradient.shape[axis], -1).abs().amax(1)
 
 
-def _joined(labels: Sequence[Any]) -> Any:
-    """Return the labels of samples together; what all share stays as it is."""
-    joined, spec = tree_flatten(labels[0])
-    for place, leaves in enumerate(zip(*map(tree_leaves, labels), strict=True)):
-        if leaves[0] is not leaves[1]:
-            joined[place] = torch.cat(leaves)
-    return tree_unflatten(joined, spec)
+def _kept_samples(count: int, *, is_large: bool) -> list[Tensor]:
+    """Return the samples that stay in their places while copies of one of them replace the others.
+
+    They are some single samples, and halves of the batch. Any two of up to 64 samples are once in
+    different halves.
+    """
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    digits = (count - 1).bit_length()
+    numbers = (torch.arange(count) << digits) // count
+    kept = list(order[: 1 if is_large else _SINGLE].split(1))
+    for digit in range(digits)[-1 if is_large else -_SPLITS :]:
+        is_first_half = (numbers >> digit) % 2 == 0
+        kept += [order[is_first_half], order[~is_first_half]]
+    return kept
 
 
-def _record(loss: Any) -> dict[torch.Size, int]:
-    """Return how often a loss was asked for outputs of each shape, and passed."""
-    try:
-        found: dict[torch.Size, int] = _times.setdefault(loss, {})
-    except TypeError:  # nothing tells of its end: it is new at every call
-        return {}
-    return found
+def _label_axes(y: Any, count: int, out_dim: int) -> list[int | None]:
+    """Return the axes along which all labels have the samples; [None] where some do not."""
+    tensors = [t for t in tree_leaves(y) if isinstance(t, Tensor) and t.ndim]
+    axes: list[int | None] = []
+    for axis in sorted({0, out_dim}):
+        if tensors and all(_has_samples(t, axis, count) for t in tensors):
+            axes.append(axis)
+    return axes or [None]
+
+
+def _has_samples(t: Any, axis: int, count: int) -> bool:
+    return isinstance(t, Tensor) and t.ndim > axis and t.shape[axis] == count
+
+
+def _picked(y: Any, rows: Tensor, axis: int, count: int) -> Any:
+    """Return the labels of some samples; tensors of another length stay whole."""
+
+    def pick(t: Any) -> Any:
+        return t.index_select(axis, rows.to(t.device)) if _has_samples(t, axis, count) else t
+
+    return tree_map(pick, y)
 
 
 def _fitted(z: Tensor, y: Any) -> tuple[Tensor, Any]:
@@ -573,35 +341,11 @@ def _fitted(z: Tensor, y: Any) -> tuple[Tensor, Any]:
     return fitted, tree_map(fit, y)
 
 
-def _grad(
-    value: Tensor, leaf: Tensor, none: Tensor | None = None, *, retain: bool = False
-) -> Tensor | None:
-    """Return the gradient of a number at the output, or ``none`` where it does not depend on it."""
+def _grad(value: Tensor, leaf: Tensor) -> Tensor | None:
+    """Return the gradient of a number at the output; None where it does not depend on it."""
     if not value.requires_grad:
-        return none
-    found = torch.autograd.grad(value, leaf, retain_graph=retain, allow_unused=True)[0]
-    return none if found is None else found
-
-
-def _digits(gradient: Tensor) -> torch.dtype:
-    """Return the narrowest precision that holds a gradient, in which the loss may compute."""
-    for dtype in _ROUNDING:
-        if torch.equal(gradient.to(dtype).to(gradient.dtype), gradient):
-            return dtype
-    return gradient.dtype
-
-
-def _rounding(gradient: Tensor) -> float:
-    """Return the relative difference that is taken for rounding; autocast rounds in a loss, too."""
-    low = torch.is_autocast_enabled(gradient.device.type)
-    return _ROUNDING[torch.bfloat16 if low else _digits(gradient)]
-
-
-def _of_options_alone(loss: Any) -> bool:
-    """Return True if a loss holds no weights, which could broadcast, no hook and no forward."""
-    held = tree_leaves(list(getattr(loss, "__dict__", {}).values()))
-    odd = any(callable(value) or isinstance(value, Tensor) for value in held)
-    return not odd and not any(hooks_of_all_modules())
+        return None
+    return torch.autograd.grad(value, leaf, allow_unused=True)[0]
 
 
 def _unreduced(loss: Loss) -> Loss:

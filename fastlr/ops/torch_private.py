@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
@@ -30,7 +29,6 @@ from fastlr.ops.held import SharedContext
 from fastlr.ops.modules import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
-_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 @cache
@@ -69,9 +67,6 @@ StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running
 Convolution = _get("nn.modules.conv._ConvNd")
 HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
-
-for _name in _HOOKS:  # read anew at every call, as they may be replaced
-    _get(f"nn.modules.module._global_{_name}")
 
 
 class DispatchMode(TorchDispatchMode):
@@ -170,15 +165,6 @@ def own_function(node: Any) -> type | None:
     None for torch's own nodes.
     """
     return getattr(type(node), "_forward_cls", None)
-
-
-# -- modules
-# --------------------------------------------------------------------------------------------------
-
-
-def hooks_of_all_modules() -> list[dict]:
-    """The registries of global module hooks."""
-    return [getattr(torch_module, f"_global_{kind}") for kind in _HOOKS]
 
 
 # -- backends
