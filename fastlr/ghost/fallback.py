@@ -95,12 +95,10 @@ class Beside(NamedTuple):
     Attributes:
         row: its output.
         norms: for each cotangent the squared norms of its gradients, float64 scalars.
-        copies: how often it was run, itself included; 1 is alone.
     """
 
     row: Tensor
     norms: list[list[Tensor]]
-    copies: int
 
 
 @dataclass(eq=False)
@@ -148,14 +146,14 @@ class SingleSamples:
             )
         if not z.requires_grad:
             zero = torch.zeros((), dtype=torch.float64, device=z.device)
-            return Beside(row, [[zero] * len(self.parameters) for _ in cotangents], copies)
+            return Beside(row, [[zero] * len(self.parameters) for _ in cotangents])
         norms = []
         for number, v in enumerate(cotangents, 1):
             beside = torch.zeros_like(z, memory_format=torch.contiguous_format)
             beside.narrow(self.out_dim, 0, 1).copy_(v)
             more = number < len(cotangents)
             norms.append(exact_grads(z, self.parameters, beside, retain=more))
-        return Beside(row, norms, copies)
+        return Beside(row, norms)
 
 
 def right_copies(samples: SingleSamples, v: Tensor, close: float) -> int:

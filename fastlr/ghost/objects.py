@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 # Entries of every nn.Module.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
-
-
-class _ModuleRef(WeakIdRef):
-    """A weak reference to a module, compared by identity.
-
-    Other than torch's it asks the module for no attribute, which may raise.
-    """
-
-    __slots__ = ()
-
-    def __call__(self) -> Any:
-        return weakref.ref.__call__(self)
 
 
 def weakly_by_module() -> WeakIdKeyDictionary:
@@ -31,7 +18,7 @@ def weakly_by_module() -> WeakIdKeyDictionary:
 
     Modules are found by identity: they may compare equal.
     """
-    return WeakIdKeyDictionary(ref_type=_ModuleRef)
+    return WeakIdKeyDictionary()
 
 
 # -- numbers of objects ----------------------------------------------------------------------------

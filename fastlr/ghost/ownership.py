@@ -327,22 +327,8 @@ _list("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgP
 _list("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
 
 
-def _solved(s: Step) -> Regular | None:
-    """Solutions of A X = B, or of X A = B (slots 0 and 1): each system alone.
-
-    Of one system, each column of B alone, or each row of it where A is on the right. B may be a
-    vector for each system: then the solution has an axis less than A.
-    """
-    from_end = len(s.outer) - s.layout.dim
-    of_vectors = "SolveEx" in s.name and s.node._saved_A.ndim > len(s.outer)
-    if from_end > (1 if of_vectors else 2):
-        return s.at(len(s.inner) - from_end - (of_vectors and s.slot == 0))
-    beside = 1 if s.node._saved_left else 2
-    is_beside = s.slot == 1 and from_end == beside and not of_vectors
-    return s.at(len(s.inner) - from_end) if is_beside else None
-
-
-_list("LinalgSolveEx LinalgSolveTriangular", _solved, "left")
+_alike = _leading(2, any_slot=True)  # for every matrix of every input
+_list("LinalgSolveEx LinalgSolveTriangular", _alike)
 _list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 
@@ -425,11 +411,9 @@ _list("Mv", _matrix_vector(0))
 _list("Addmv", _matrix_vector(1))
 
 
-# queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample
-# and head
-_attention = _leading(2, any_slot=True)
+# queries, keys, values and what is added to the scores are [B, heads, ., .]
 for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention"):
-    _list(f"ScaledDotProduct{_kind}", _attention)
+    _list(f"ScaledDotProduct{_kind}", _alike)
 
 
 # -- fastlr's own nodes

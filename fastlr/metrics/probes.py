@@ -27,7 +27,7 @@ from fastlr.ghost.api import engine_of
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
-from fastlr.ghost.process_state import seeded
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
@@ -298,7 +298,8 @@ def _fit(
         original = ModelView.of(model, output)
         x, device = original.inputs(x), original.device
         learner = _copy_of(original, x).train()
-    with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
+    with quiet_rng(device), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed % (1 << 63))
         view = ModelView.of(learner, output)
         fit = _learn(view, x, steps, rate, predictive, labels)
         if evaluate:

@@ -4,7 +4,6 @@ import copy
 import os
 import sys
 import threading
-import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -19,8 +18,6 @@ from bench import launched_kernels
 from fastlr import ops
 from fastlr.estimator import ahead, progress
 from fastlr.estimator.ahead import Ahead
-from fastlr.estimator.passes import Passes
-from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ops import compile_ahead, cudnn, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch, Memory
 from fastlr.ops.torch_private import cudnn_enabled
@@ -212,30 +209,6 @@ def test_it_is_said_after_two_seconds(h100, monkeypatch, capsys):
     untold = estimator()
     untold.chunks.ahead.compile(0, 4)
     assert capsys.readouterr().err == ""
-
-
-def test_warnings_are_heard_again_after_another_threads_backward_pass(h100, monkeypatch):
-    """It has begun to ignore them within the noting pass, and ends later; nor does that wait."""
-    begun, may_end = threading.Event(), threading.Event()
-
-    def other():
-        with warnings_ignored():
-            begun.set()
-            may_end.wait(9)
-
-    thread = threading.Thread(target=other)
-
-    def norms(passes, start, stop, draw):
-        thread.start()
-        assert begun.wait(9)
-        raise ValueError("the noting pass ends here")
-
-    before = list(warnings.filters)
-    monkeypatch.setattr(Passes, "norms", norms)
-    estimator().chunks.ahead.compile(0, 4)
-    may_end.set()
-    thread.join()
-    assert warnings.filters == before
 
 
 def test_two_threads_do_not_note_at_once():
