@@ -46,7 +46,6 @@ from fastlr.ops.deferred_checks import out_of_memory
 SOME_ALONE = 5
 MANY_ALONE = 32
 FEW = 4  # samples that stand for a batch
-OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 IRREGULAR = "the graph of another number of samples has another structure"
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
@@ -228,11 +227,6 @@ def compared(chunk: Chunk) -> Batch:
     if passes_write():
         _require_the_same_again(chunk)
     batch = _batch_that_can_be_parted(chunk)
-    is_known = chunk.key.structure in chunk.flags.largest_compared
-    is_first = not is_known and not chunk.ledger.reason_to_look
-    if is_first and _depends_on_others_of_other_size(chunk, batch):
-        chunk.ledger.reason_to_look = "samples of other sizes would interact"
-        batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
@@ -347,23 +341,6 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     few = max(1, min(SOME_ALONE, count - SAMPLES))
     alone = MANY_ALONE if chunk.ledger.reason_to_look else few
     return groups + copies_of_each(order[:alone])
-
-
-def _depends_on_others_of_other_size(chunk: Chunk, batch: Batch) -> bool:
-    """Return True if samples far larger or smaller than each other give something else together.
-
-    The model is not refused for that: such values may not occur.
-    """
-    few, view = batch.scaled(OTHER_SIZES[: chunk.count]), chunk.view
-    samples = range(few.count)
-    try:
-        together = InBatch(view, few, view.outputs(few.pick(samples)))
-        alone = together.first_difference(copies_of_each(samples))
-    except FAILURES as error:  # the model may take no such values
-        if out_of_memory(error):
-            raise
-        return False
-    return alone is not None
 
 
 def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:
