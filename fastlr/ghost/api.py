@@ -29,6 +29,8 @@ _ENGINES = weakly_by_module()  # model -> options -> engine
 def engine_of(view: ModelView) -> Engine:
     """Return the engine of a model and its options: made once, dropped with the model.
 
+    One whose ``output`` holds the model is kept as long as the process lives.
+
     A function as ``output`` is known by its code and what it holds: one that is defined again in a
     later call finds the same engine.
     """
@@ -42,10 +44,13 @@ def engine_of(view: ModelView) -> Engine:
 def _output_key(output: Any) -> tuple:
     """Return the key of ``output``: of a function its code and what it holds."""
     if isinstance(output, MethodType):
-        return _key(output.__self__), output.__func__
+        return _key(output.__self__), _key(output.__func__)
     if not isinstance(output, FunctionType):
         return (_key(output),)
-    held = *(cell.cell_contents for cell in output.__closure__ or ()), output.__defaults__
+    try:
+        held = *(cell.cell_contents for cell in output.__closure__ or ()), output.__defaults__
+    except ValueError:  # a cell is empty yet
+        return (_key(output),)
     named = (output.__kwdefaults__ or {}).items()
     return output.__code__, id(output.__globals__), _key((*held, *named))
 

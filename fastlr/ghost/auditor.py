@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.errors import NonlinearBackwardError
+from fastlr.errors import InteractionError, NonlinearBackwardError
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.cotangents import Pass
+from fastlr.ghost.cotangents import Pass, generic_cotangent
 from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import autocast_dtype, exact_grads, walk
 from fastlr.ghost.model_io import FAILURES, ModelView
@@ -206,6 +206,33 @@ class SampleAudit:
         off = ((self.norms - self.exact).abs() / self.exact.sum()).tolist()
         named = zip(self.view.parameters, off, self.exact.tolist(), strict=True)
         return {name: deviation for name, deviation, exact in named if exact > 0}
+
+
+def require_same_among_copies(view: ModelView, ledger: Ledger, batch: Batch, z: Tensor) -> None:
+    """Require that a sample has the same norms beside one copy of itself and beside two.
+
+    Args:
+        view: Model.
+        ledger: Routes of the parameters.
+        batch: Inputs of a batch.
+        z: Output for them.
+
+    Raises:
+        InteractionError: A hook or a custom backward formula goes by the number of samples.
+    """
+    samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
+    v = generic_cotangent(view.row(z.detach(), 0))
+    try:
+        beside = [samples.run_copies(0, [v], copies) for copies in (2, 3)]
+    except FAILURES:  # the model may take no such number
+        return
+    pair, three = [torch.stack(one.norms[0]) for one in beside]
+    if not norms_close(three, pair, pair.sum(), norm_tolerance(view, ledger, z.device)).all():
+        raise InteractionError(
+            "the gradient of a sample changes with the number of samples beside it: a hook or a "
+            "custom backward formula divides by that number, or mixes samples. Make it work on "
+            "each sample alone"
+        )
 
 
 def changed_by_hooks(parameters: Mapping[str, Tensor]) -> list[str]:

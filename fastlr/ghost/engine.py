@@ -28,6 +28,7 @@ from fastlr.ghost.auditor import (
     Scale,
     changed_by_hooks,
     require_hooks_to_scale,
+    require_same_among_copies,
 )
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.batch import (
@@ -293,8 +294,7 @@ class Engine:
 
     def by_loop_from_now_on(self, names: Iterable[str]) -> None:
         """Measure these parameters by the loop, as another process does."""
-        by_loop = self.ledger.loop
-        self.ledger.to_loop([n for n in names if n not in by_loop], "so on another rank")
+        self.ledger.to_loop(set(names) - self.ledger.loop, "so on another rank")
 
     # -- one pass over a batch
     # ----------------------------------------------------------------------------------------------
@@ -317,6 +317,8 @@ class Engine:
         self._refuse_gradients_not_finite(table)
         if self._audit(chunk, plan, first, norms, check):
             return self._run_once(x, cotangent, check)  # what was wrong goes by a slower route now
+        if self._hooks_gradients() or (plan.is_new and chunk.graph.has_own_functions):
+            require_same_among_copies(self.view, chunk.ledger, batch_of(chunk), chunk.z)
         plan.keep()
         self._plan = plan
         if check is None:
@@ -399,7 +401,7 @@ class Engine:
         """
         if not chunk.needs_rules:
             require_hooks_to_scale(self.view, chunk.z, one.v, always=plan.is_new)
-            return self._table(norms_of_one(chunk, plan, one.v, retain=one.more), one)
+            return self._table(norms_of_one(chunk, one.v, retain=one.more), one)
         if self.view.has_hooked_parameters:
             self._send_hooked_to_loop(chunk)
         by_loop = chunk.ledger.loop
@@ -408,7 +410,7 @@ class Engine:
         if by_loop:
             self._warn_of_loop(by_loop)
             chosen = {name: p for name, p in self.parameters.items() if name in by_loop}
-            norms |= norms_by_loop(chunk, plan, one.v, chosen)
+            norms |= norms_by_loop(chunk, one.v, chosen)
         return self._table(norms, one)
 
     def _send_hooked_to_loop(self, chunk: Chunk) -> None:
@@ -504,9 +506,9 @@ class Engine:
         The ledger does not have those of a sample that autograd has measured alone.
         """
         entries = self.ledger.parameters.items()
-        routes = dict.fromkeys(graph.parameters.values(), "loop")
-        routes |= {name: entry.route for name, entry in entries if entry.route != "zero"}
-        return {name: routes.get(name, "zero") for name in self.parameters}
+        routes = dict.fromkeys(self.parameters, "zero")
+        routes |= dict.fromkeys(graph.parameters.values(), "loop")
+        return routes | {name: entry.route for name, entry in entries if entry.route != "zero"}
 
     def _refuse_gradients_not_finite(self, table: Tensor) -> None:
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number

@@ -21,7 +21,6 @@ from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.rules import Site, Unsupported
-from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import own_function
 
@@ -115,15 +114,15 @@ class SingleSamples:
     out_dim: int
     parameters: Mapping[str, Tensor]
 
-    def run(self, sample: int, cotangents: Sequence[Tensor]) -> Beside:
-        """Run one sample beside a copy of itself, or alone if the model takes no two."""
-        try:
-            return self.run_copies(sample, cotangents, 2)
-        except FAILURES as error:
+    def run(self, sample: int, cotangents: Sequence[Tensor], *, alone: bool = False) -> Beside:
+        """Run one sample beside a copy of itself, or alone; the other way if the model fails so."""
+        failures = []
+        for copies in (1, 2) if alone else (2, 1):
             try:
-                return self.run_copies(sample, cotangents, 1)
-            except FAILURES:
-                raise error from None
+                return self.run_copies(sample, cotangents, copies)
+            except FAILURES as error:
+                failures.append(error)
+        raise failures[0]
 
     def run_copies(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> Beside:
         """Run one sample several times at once; the cotangents of its copies are zero.
@@ -154,25 +153,3 @@ class SingleSamples:
             more = number < len(cotangents)
             norms.append(exact_grads(z, self.parameters, beside, retain=more))
         return Beside(row, norms)
-
-
-def right_copies(samples: SingleSamples, v: Tensor, close: float) -> int:
-    """Return how often a sample is to be run at once, so that it has its own norms.
-
-    That is twice if it has others alone, and a third copy does not change them again.
-
-    Args:
-        samples: Runs the model.
-        v: Cotangent of sample 0, of size 1 along the output's axis of samples.
-        close: Relative difference of norms that is rounding.
-    """
-    norms: list[Tensor] = []
-    for copies in (1, 2, 3):
-        try:
-            norms.append(torch.stack(samples.run_copies(0, [v], copies).norms[0]))
-        except FAILURES:  # the model may take no such number
-            return 1 if norms else 2
-    alone, pair, three = norms
-    total = pair.sum()
-    changed_by_one_copy_alone = norms_agree(pair, three, total, close)
-    return 1 + (changed_by_one_copy_alone and not norms_agree(alone, pair, total, close))

@@ -62,12 +62,10 @@ class ShapePlan:
         layouts: Layouts of the outputs of nodes with uses of parameters.
         reason_to_look: Why rows may belong to other samples in every batch, so that they are found
             again in each; "" where the graph says it.
-        copies: Number of times that the loop runs a sample at once; None if it has not run yet.
     """
 
     layouts: dict[Place, Layout]
     reason_to_look: str = ""
-    copies: int | None = None
 
 
 @dataclass(eq=False)
@@ -167,11 +165,10 @@ class Known:
     Attributes:
         by_flags: States by flags.
         are_caches: Whether the dicts of tensors in the model are caches of its parameters.
-        checks: Number of new structures that were checked.
         comparisons: Number of batches whose outputs were compared with those of their parts.
     """
 
     def __init__(self) -> None:
         self.by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
         self.are_caches: Recent[tuple, bool] = Recent(1)
-        self.checks = self.comparisons = 0
+        self.comparisons = 0

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fastlr.ghost.backward import sq_norms
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Forward, SingleSamples, right_copies
+from fastlr.ghost.fallback import Forward, SingleSamples
+from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
@@ -22,6 +23,8 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import NORMS_IN_FEW_DIGITS, low_precision
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import cudnn_as_user_set
+
+_WRONG_ALONE = OURS | {"NativeBatchNormBackward0"}  # batch norm, folded or not
 
 
 def norms_by_rules(
@@ -52,41 +55,35 @@ def norms_by_rules(
         chunk.ledger.give_up(routes.given_up)
 
 
-def norms_of_one(chunk: Chunk, plan: Plan, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
+def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
     """Return the squared norms [1] of a batch of one sample, by plain autograd."""
     parameters = chunk.view.parameters
-    if _copies(chunk, plan, v) > 1:
-        return norms_by_loop(chunk, plan, v, parameters)
+    if not _is_right_alone(chunk):
+        return norms_by_loop(chunk, v, parameters)
     with cudnn_as_user_set(chunk.view.device):
         exact = exact_grads(chunk.z, parameters, v, retain=retain)
     return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
 
 
-def norms_by_loop(
-    chunk: Chunk, plan: Plan, v: Tensor, chosen: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the squared norms [B] of some parameters' gradients by the loop.
 
-    It makes one forward and backward pass a sample.
+    It makes one forward and backward pass a sample, beside a copy of it where that alone is right.
     """
-    view, copies = chunk.view, _copies(chunk, plan, v)
+    view, alone = chunk.view, _is_right_alone(chunk)
     samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, chosen)
-    by_sample = []  # [parameters] each
     with cudnn_as_user_set(view.device):
-        for sample in range(chunk.count):
-            beside = samples.run_copies(sample, [view.row(v, sample)], copies)
-            by_sample.append(torch.stack(beside.norms[0]))
-    return dict(zip(chosen, torch.stack(by_sample, 1), strict=True))
+        norms = [samples.run(k, [view.row(v, k)], alone=alone).norms[0] for k in range(chunk.count)]
+    return dict(zip(chosen, map(torch.stack, zip(*norms, strict=True)), strict=True))
 
 
-def _copies(chunk: Chunk, plan: Plan, v: Tensor) -> int:
-    """Return how often the loop runs a sample at once, which a plan keeps (see `right_copies`)."""
-    view, shapes = chunk.view, plan.shapes
-    if shapes.copies is None:
-        samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, view.parameters)
-        close = norm_tolerance(view, chunk.ledger, v.device)
-        shapes.copies = right_copies(samples, view.row(v, 0), close)
-    return shapes.copies
+def _is_right_alone(chunk: Chunk) -> bool:
+    """Return True if autograd is right for a batch of one sample.
+
+    Torch's batch norm is not on a CPU: of one sample, it takes the strides of a transposed view for
+    another memory format.
+    """
+    return _WRONG_ALONE.isdisjoint(chunk.graph.names)
 
 
 def forward_of(view: ModelView, batch: Batch) -> Forward:

@@ -118,8 +118,6 @@ def plan_of(chunk: Chunk, *, look: bool) -> Plan:
     shapes = None if known is None else known.plans.get(key.plan)
     is_new = shapes is None
     if known is None or shapes is None or shapes.reason_to_look or look:
-        if known is None:
-            chunk.known.checks += 1
         if chunk.needs_rules:
             if chunk.compared is None:
                 compared(chunk)

@@ -39,7 +39,8 @@ _MIXES = (
     "its batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
     "other), so that no sample has a gradient of its own. Give a loss of each sample's own output "
     "and labels, with what it needs of others computed before and closed over; or measure the "
-    "gradient of the whole batch, 'train_grad_norm_batch', alone and in one part"
+    "gradient of the whole batch, 'train_grad_norm_batch', alone and in one part. A tensor in y "
+    "with as many entries as there are samples is taken for their labels"
 )
 _OF_A_PLACE = (
     "the loss of a sample depends on its place or on the number of samples (a weight by place, a "
@@ -90,7 +91,7 @@ class SampleLosses:
         leaf = z.requires_grad_()
         with self.state_kept(), torch.enable_grad():
             try:
-                values = self.losses(leaf, y)
+                values = self.losses(leaf.clone(), y)  # which may write to it
             except FAILURES as error:
                 if isinstance(error, FastlrError) or out_of_memory(error):
                     raise
@@ -207,7 +208,7 @@ class SampleLosses:
             y = _picked(y, source, label_axis, sample_count(z, self.out_dim))
         try:
             with self.state_kept(), torch.enable_grad():
-                return _grad(self.losses(leaf, y).sum(), leaf)
+                return _grad(self.losses(leaf.clone(), y).sum(), leaf)
         except Exception as error:  # a loss may raise anything
             if out_of_memory(error):
                 raise

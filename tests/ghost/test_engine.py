@@ -730,6 +730,16 @@ def test_a_function_that_picks_the_output_finds_its_engine_again(name):
     assert len(engines) == 1
 
 
+def test_a_function_that_holds_nothing_yet_picks_the_output():
+    def pick(result):
+        return result if result is not None else later
+
+    model, x = nn.Linear(3, 2), draw(4, 3).float()
+    got = fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2), output=pick)
+    later = None
+    assert_close(got, fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2)))
+
+
 def test_functions_that_hold_other_values_have_engines_of_their_own():
     model, outputs = nn.Linear(3, 2), Outputs()
     first, second = (engine_for(model, outputs.of_a_text(key)) for key in ("logits", "loss"))

@@ -573,3 +573,19 @@ def test_a_loss_of_its_own_parameters_alone():
     weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
     with refused("does not depend on the output"):
         metrics.train_grad_norm(model, x, y, lambda z, t: weight * z.detach().sum(1))
+
+
+def test_a_loss_may_write_to_the_output():
+    model, x, y = made()
+    allowed = torch.rand(8, CLASSES) > 0.3
+    allowed[torch.arange(8), y] = True
+
+    def masked(z, t):
+        return entropy(z.masked_fill(~t[1], -1e9), t[0])
+
+    def masked_in_place(z, t):
+        z[~t[1]] = -1e9
+        return entropy(z, t[0])
+
+    wanted = metrics.gradient_measures(model, x, (y, allowed), masked)
+    assert metrics.gradient_measures(model, x, (y, allowed), masked_in_place) == wanted
