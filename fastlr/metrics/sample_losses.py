@@ -208,11 +208,12 @@ class SampleLosses:
             y = _picked(y, source, label_axis, sample_count(z, self.out_dim))
         try:
             with self.state_kept(), torch.enable_grad():
-                return _grad(self.losses(leaf.clone(), y).sum(), leaf)
+                gradient = _grad(self.losses(leaf.clone(), y).sum(), leaf)
         except Exception as error:  # a loss may raise anything
             if out_of_memory(error):
                 raise
             return None
+        return torch.zeros_like(leaf) if gradient is None else gradient
 
     def _rows(self, t: Tensor, samples: Tensor) -> Tensor:
         return t.index_select(self.out_dim, samples.to(t.device))

@@ -589,3 +589,14 @@ def test_a_loss_may_write_to_the_output():
 
     wanted = metrics.gradient_measures(model, x, (y, allowed), masked)
     assert metrics.gradient_measures(model, x, (y, allowed), masked_in_place) == wanted
+
+
+def test_a_loss_may_be_a_constant_of_samples_that_it_ignores():
+    model, x, _ = made()
+    y = torch.tensor([-100, -100, 1, 2, -100, -100, -100, 3])
+
+    def loss(z, t):
+        return entropy(z, t) if (t >= 0).any() else z.new_zeros(len(z))
+
+    wanted = metrics.train_grad_norm(model, x, y, F.cross_entropy)
+    assert metrics.train_grad_norm(model, x, y, loss) == approx(wanted)
