@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlr.errors import HiddenParameterError
 from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.objects import INTERNAL, version
+from fastlr.ghost.objects import version
 from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.agreement import agree, unexplained
-from fastlr.ops.modules import all_modules
+from fastlr.ghost.writes import tensor_caches
 
 
 def caches_of(
     view: ModelView, known: Known, flags: Callable[[], tuple], x: Any
-) -> list[tuple[nn.Module, str]]:
+) -> list[tuple[str, dict]]:
     """Return the dicts of tensors in the model that forward passes of ours run without.
 
     They are caches of what the model's parameters give.
@@ -36,7 +36,7 @@ def caches_of(
         return []
     held = [
         *view.parameters.values(),
-        *(t for module, name in caches for t in vars(module)[name].values()),
+        *(t for _, cache in caches for t in cache.values()),
     ]
     key = (flags(), *((id(t), version(t)) for t in held))
     are_caches = known.are_caches.get(key)
@@ -45,7 +45,7 @@ def caches_of(
     return caches if are_caches else []
 
 
-def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
+def _are_caches(view: ModelView, caches: list[tuple[str, dict]], x: Any) -> bool:
     with_caches = view.forward(copied(x))
     try:
         with emptied(caches):
@@ -56,33 +56,13 @@ def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) ->
     same = agree(with_caches, without, relative, view.out_dim)
     hidden = _used_parameters(view, without) - _used_parameters(view, with_caches)
     if not same and hidden:
-        module, name = caches[0]
         raise HiddenParameterError(
             f"parameter {min(hidden)} moves the output only through what an earlier forward "
-            f"pass left in {name} of {type(module).__name__}, and that is no longer what it "
-            "gives: clear it (model.train() and model.eval() does so in timm's models)"
+            f"pass left in {caches[0][0]}, and that is no longer what it gives: clear it "
+            "(model.train() and model.eval() does so in timm's models)"
         )
     return same
 
 
 def _used_parameters(view: ModelView, z: Tensor) -> set[str]:
     return set(walk(z, view.parameters).parameters.values()) if z.requires_grad else set()
-
-
-def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the plain dicts among the modules' attributes that hold only tensors.
-
-    As (module, name), for dicts that hold tensors and nothing else.
-
-    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed,
-    maybe without a graph.
-    """
-    return [
-        (module, name)
-        for module in all_modules(model)
-        for name, value in vars(module).items()
-        if type(value) is dict
-        and value
-        and name not in INTERNAL
-        and all(isinstance(t, Tensor) for t in value.values())
-    ]

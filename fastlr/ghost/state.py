@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlr.ghost.objects import INTERNAL, version
+from fastlr.ghost.objects import INTERNAL, PLAIN, version
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS.union((list, set, deque, tuple))
@@ -26,7 +26,7 @@ _DEEP = 5  # containers and objects within each other that are looked at in an i
 _HOOKS = frozenset(n for n in INTERNAL if n.startswith(("_forward", "_backward")))
 # Of classes of their own in scripted modules.
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
-_SKIPPED = INTERNAL - _REGISTRIES - {"_non_persistent_buffers_set"}
+_SKIPPED = INTERNAL - _REGISTRIES - _HOOKS - {"_non_persistent_buffers_set"}
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -42,12 +42,15 @@ class Attributes:
         modules: The modules of the model, and those that attributes hold.
         hooks: Registries of the modules' hooks.
         tensors: Parameters, buffers and other tensors, each with the name of what holds it.
+        caches: Dicts of plain tensors and nothing else, such as the attention biases that timm's
+            LeViT keeps, each with its name.
         known: Ids of these modules and tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.hooks: list[Any] = []
         self.tensors: list[tuple[str, Tensor]] = []
+        self.caches: list[tuple[str, dict[Any, Tensor]]] = []
         self.known = {id(model)}
         self._contents = list[Any]()  # containers, and what they held
         self._empty: list[Any] = []
@@ -60,16 +63,18 @@ class Attributes:
     def _take(self, held: dict[str, Any], prefix: str) -> None:
         self._contents.append((held, held.copy()))
         for name, value in held.items():
+            if type(value) in PLAIN or name in _SKIPPED:
+                continue
             if name in _HOOKS:
                 self.hooks.append(value)
             elif name in _REGISTRIES:
                 self._keep(value)
                 for key, entry in value.items():
                     self._enter(entry, prefix, key)
-            elif name in _SKIPPED:
-                continue
             elif type(value) in _CONTAINERS:
                 self._keep(value)
+                if type(value) is dict and {*map(type, value.values())} == {Tensor}:
+                    self.caches.append((f"{prefix}{name}", value))
                 for entry in islice(_values(value), _MOST):
                     self._enter(entry, prefix, name)
             else:
@@ -155,11 +160,11 @@ def _values(held: Any) -> Any:
     return held.values() if type(held) in _DICTS else held
 
 
-_emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emptied", default=())
+_emptied: ContextVar[Collection[tuple[str, dict]]] = ContextVar("fastlr_emptied", default=())
 
 
 @contextmanager
-def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
+def emptied(caches: Collection[tuple[str, dict]]) -> Iterator[None]:
     """Run forward passes of ours within this context with these dicts empty.
 
     These passes are those of `forward_pass`; for the dicts see `fastlr.ghost.model_caches`.

@@ -124,13 +124,14 @@ class ModelState:
 
     Attributes:
         modules: The modules.
+        caches: Dicts of tensors that it holds.
         kept: Tensors with copies, which are put back.
         written: Names of tensors that passes write; None before the first pass in this mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._attributes = model, Attributes(model)
-        self.modules = self._attributes.modules
+        self.modules, self.caches = self._attributes.modules, self._attributes.caches
         self._mode = tuple([module.training for module in self.modules])
         self._modes = _written.setdefault(model, {})
         self.written = self._modes.get(self._mode)
@@ -170,8 +171,8 @@ class ModelState:
     def forward_pass(self, copies: bool) -> Iterator[None]:
         """Run a forward pass within this context, and see what it writes."""
         self.begin_pass()
-        for module, name in emptied_caches():
-            vars(module)[name].clear()
+        for _, cache in emptied_caches():
+            cache.clear()
         large = _held(self._large) if self.written is None else None
         hooks = [dict(registry) if registry else None for registry in self._attributes.hooks]
         before = self._versions()
@@ -269,6 +270,11 @@ def _state_of(model: Any) -> ModelState | None:
         if any(module is model for module in state.modules):
             return state
     return None
+
+
+def tensor_caches(model: nn.Module) -> list[tuple[str, dict[Any, Tensor]]]:
+    """Return the dicts of tensors that a model holds, with their names (see `Attributes`)."""
+    return (_state_of(model) or ModelState(model)).caches
 
 
 def begin_pass(model: nn.Module) -> None:

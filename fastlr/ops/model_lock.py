@@ -20,7 +20,7 @@ from fastlr.ops.modules import all_modules
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _turn = threading.Condition()
-_measured: dict[int, set[int]] = {}  # thread within `locked` -> ids of its model's modules
+_measured: dict[int, Any] = {}  # thread within `locked` -> its model
 
 
 @contextmanager
@@ -35,16 +35,20 @@ def locked(model: Any) -> Iterator[None]:
         yield
         return
     with _turn:
-        is_module = issubclass(type(model), nn.Module)  # else it is refused elsewhere
-        parts = set(map(id, all_modules(model))) if is_module else set()
         # The others in `_measured` wait for other ranks in the midst of their measurements.
-        _turn.wait_for(lambda: all(map(parts.isdisjoint, _measured.values())))
-        _measured[thread] = parts
+        _turn.wait_for(lambda: not any(_share_modules(model, m) for m in _measured.values()))
+        _measured[thread] = model
         try:
             yield
         finally:
             del _measured[thread]
             _turn.notify_all()
+
+
+def _share_modules(one: Any, other: Any) -> bool:
+    models = [model for model in (one, other) if issubclass(type(model), nn.Module)]
+    parts = [set(map(id, all_modules(model))) for model in models]  # others are refused elsewhere
+    return len(parts) == 2 and not parts[0].isdisjoint(parts[1])
 
 
 @contextmanager
