@@ -43,7 +43,7 @@ from fastlr.ghost.copy_checks import check_on_copy
 from fastlr.ghost.cotangents import Cotangent, Pass, generic_cotangent, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks
 from fastlr.ghost.fusion.mode import OURS, Folding, unfolded
-from fastlr.ghost.graph import Graph, autocast_dtype, walk
+from fastlr.ghost.graph import OWN, Graph, autocast_dtype, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
 from fastlr.ghost.model_io import ModelView, require_graph
@@ -317,7 +317,8 @@ class Engine:
         self._refuse_gradients_not_finite(table)
         if self._audit(chunk, plan, first, norms, check):
             return self._run_once(x, cotangent, check)  # what was wrong goes by a slower route now
-        if self._hooks_gradients() or (plan.is_new and chunk.graph.has_own_functions):
+        has_own_functions = any(kind.startswith(OWN) for kind in chunk.graph.names)
+        if self._hooks_gradients() or (plan.is_new and has_own_functions):
             require_same_among_copies(self.view, chunk.ledger, batch_of(chunk), chunk.z)
         plan.keep()
         self._plan = plan

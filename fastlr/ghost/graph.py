@@ -48,7 +48,7 @@ ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a d
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
 _SHOWN = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
 
-_OWN = "own "  # begins the kind of a node of a user's own Function
+OWN = "own "  # begins the kind of a node of a user's own Function
 RAGGED = (-1,)  # no shape of any tensor
 NEITHER, PARAMETER, SAMPLE = range(3)
 Place = tuple[int, int]  # a node, and the number of one of its outputs
@@ -106,11 +106,6 @@ class Graph:
     def has_nested_tensors(self) -> bool:
         """True if some output of a node is a nested tensor."""
         return any(RAGGED in sizes for sizes in self.sizes)
-
-    @property
-    def has_own_functions(self) -> bool:
-        """True if some node is of a user's own Function."""
-        return any(name.startswith(_OWN) for name in self.names)
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -317,14 +312,9 @@ def _kind(node: Any) -> str:
         return (
             name
             if str(getattr(function, "__module__", "")).startswith("fastlr.")
-            else f"{_OWN}{name}"
+            else f"{OWN}{name}"
         )
     return ALIASES.get(name, name)
-
-
-def lowest_dtype(z: Tensor) -> torch.dtype:
-    """Return the least precise dtype that an output went through, as far as its graph shows."""
-    return walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
 
 
 def call_node(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

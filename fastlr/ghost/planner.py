@@ -35,7 +35,7 @@ from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.agreement import agree, unexplained
 from fastlr.ghost.verification.audit import SAMPLES
 from fastlr.ghost.verification.batch_checks import Options, every_layout, first_explained
-from fastlr.ghost.verification.company import InBatch, copies_of_each
+from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.diagnosis import require_independence, unused_parameters
 from fastlr.ghost.verification.record import Ledger, ParameterRoute
 from fastlr.ghost.writes import passes_write
@@ -168,8 +168,7 @@ def _with_sides(chunk: Chunk, known: KnownStructure | None) -> KnownStructure:
         return known
     other = None if graph.has_nested_tensors else _graph_of_another_number(chunk)
     graph.classify(other)
-    is_of_parameters_alone = graph.side[-1] == PARAMETER  # as a part of a padded batch seems
-    if is_of_parameters_alone:
+    if graph.side[-1] == PARAMETER:  # as in a part of a padded batch
         other = None
         graph.classify(other)
     if other is None:
@@ -338,7 +337,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         groups.append(order[-1:] * count)
     few = max(1, min(SOME_ALONE, count - SAMPLES))
     alone = MANY_ALONE if chunk.ledger.reason_to_look else few
-    return groups + copies_of_each(order[:alone])
+    return groups + [[sample, sample] for sample in order[:alone]]
 
 
 def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:

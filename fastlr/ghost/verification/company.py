@@ -91,8 +91,3 @@ class InBatch:
             if not self.holds(samples, output):
                 return OtherOutput(samples, output)
         return None
-
-
-def copies_of_each(samples: Iterable[int]) -> list[list[int]]:
-    """Return the companies in which each sample is alone with a copy of itself."""
-    return [[sample, sample] for sample in samples]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.graph import lowest_dtype
+from fastlr.ghost.graph import walk
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.verification.agreement import agree, gap, rounding, typical_size, unexplained
 from fastlr.ghost.verification.deep_copy import deep_copies
@@ -44,7 +44,8 @@ def among_copies(view: ModelView, batch: Batch, samples: Sequence[int]) -> Tenso
                 return None
             if size == 2 or off is None:
                 first = view.row(z.detach(), 0)
-                most = rounding(lowest_dtype(z)) * typical_size(first)
+                lowest = walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
+                most = rounding(lowest) * typical_size(first)
             if view.row(z, 0).shape != first.shape:
                 return None
             here = _largest_gap(view, z.detach(), first.expand_as(z))
