@@ -19,11 +19,11 @@ from fastlr import ops
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.progress import late_line
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.process_state import quiet_rng, warnings_ignored
 from fastlr.ghost.verification.audit import Draw
 from fastlr.ops import compile_ahead, kept_comparisons
 from fastlr.ops.compile_ahead import Architecture, Launch
 from fastlr.ops.cudnn import never_cudnn
+from fastlr.ops.process_state import quiet_rng, warnings_ignored
 from fastlr.ops.torch_private import tree_leaves
 
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.objects import INTERNAL, address
 from fastlr.ghost.state import Attributes
 from fastlr.ghost.writes import begin_pass
+from fastlr.ops.objects import INTERNAL, address
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
 # Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.

@@ -8,9 +8,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.writes import unchanged
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
+from fastlr.ops.process_state import quiet_rng
 
 
 @contextmanager

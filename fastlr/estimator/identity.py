@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
-from fastlr.ghost.objects import number
 from fastlr.inputs.base import Inputs
+from fastlr.ops.objects import number
 from fastlr.ops.torch_private import tree_flatten
 
 _PROCESS = uuid4().hex[:12]

@@ -24,7 +24,6 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.graph import autocast_dtype, dense, walk
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, select_output
-from fastlr.ghost.objects import weakly_by_module
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.verification.company import InBatch
@@ -33,6 +32,7 @@ from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
+from fastlr.ops.objects import weakly_by_module
 from fastlr.ops.philox import check_seed
 from fastlr.ops.torch_private import tree_flatten, weight_norm
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.objects import storage
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes, total_bytes
+from fastlr.ops.objects import storage
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 512
 # Peak memory of a chunk over the activations that plain autograd saves for it. Kernels fold blocks

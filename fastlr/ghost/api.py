@@ -15,9 +15,9 @@ from fastlr.ghost.copy_checks import with_deviations_of_copy
 from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.engine import Cotangent, Engine, measured_by_new_engine
 from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.objects import PLAIN, number, weakly_by_module
 from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
 from fastlr.ops.model_lock import locks_model
+from fastlr.ops.objects import PLAIN, number, weakly_by_module
 from fastlr.ops.recent import Recent
 
 # A new function as ``output`` at every call must not pile up plans.

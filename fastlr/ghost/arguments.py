@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ghost.objects import PLAIN
 from fastlr.ghost.state import Contents
+from fastlr.ops.objects import PLAIN
 from fastlr.ops.torch_private import tree_map
 
 

@@ -45,11 +45,11 @@ from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, OF_COMPLEX, Graph, Place, Use, full_precision, position_map
-from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.recurrent import NODE as SCAN
 from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.linear import chunks
+from fastlr.ops.process_state import warnings_ignored
 from fastlr.ops.torch_private import own_function
 
 _OWN = {*OURS, SCAN}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ghost.objects import PLAIN, version
+from fastlr.ops.objects import PLAIN, version
 from fastlr.ops.torch_private import tree_flatten, tree_map, tree_unflatten
 
 
@@ -174,6 +174,15 @@ class Batch:
     def part(self, samples: Sequence[int]) -> Batch:
         """Return the batch of these samples."""
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
+
+    def scaled(self, factors: Sequence[float]) -> Batch:
+        """Return the first samples, with floating-point values of each times a factor."""
+        part = self.part(range(len(factors)))
+        for i in part.batched:
+            if part.leaves[i].is_floating_point():
+                for row, factor in zip(part.leaves[i].movedim(part.in_dim, 0), factors):
+                    row.mul_(factor)
+        return part
 
 
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:

@@ -23,12 +23,12 @@ from fastlr.ghost.batch import Batch
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of, spread
-from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.verification.agreement import has_few_digits
 from fastlr.ghost.verification.deep_copy import all_zero, deep_copies, move
 from fastlr.ghost.verification.measured_rounding import outputs_of_copy
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.cudnn import never_cudnn
+from fastlr.ops.process_state import warnings_ignored
 
 Measure = Callable[[ModelView, Any], Ledger]  # of a copy and inputs: measures them by a new engine
 MOST_DEEP_COPIES = 8  # structures that deep copies test, of a model whose data choose its graph

@@ -59,7 +59,6 @@ from fastlr.ghost.planner import (
     interaction,
     plan_of,
 )
-from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ghost.state import emptied
@@ -70,6 +69,7 @@ from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.modules import all_modules
+from fastlr.ops.process_state import quiet_rng
 from fastlr.ops.torch_private import anything_compiled
 
 MOST_REFUTED = 3  # times that a batch is measured again after an audit has failed

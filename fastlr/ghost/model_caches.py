@@ -12,10 +12,10 @@ from fastlr.ghost.batch import copied
 from fastlr.ghost.graph import walk
 from fastlr.ghost.known import Known
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.objects import version
 from fastlr.ghost.state import emptied
 from fastlr.ghost.verification.agreement import agree, unexplained
 from fastlr.ghost.writes import tensor_caches
+from fastlr.ops.objects import version
 
 
 def caches_of(

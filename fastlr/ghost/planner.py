@@ -46,6 +46,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 SOME_ALONE = 5
 MANY_ALONE = 32
 FEW = 4  # samples that stand for a batch
+OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
 IRREGULAR = "the graph of another number of samples has another structure"
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
@@ -224,6 +225,10 @@ def compared(chunk: Chunk) -> Batch:
     if passes_write():
         _require_the_same_again(chunk)
     batch = _batch_that_can_be_parted(chunk)
+    is_first = chunk.key.structure not in chunk.flags.largest_compared
+    if is_first and not chunk.ledger.reason_to_look and _would_interact(chunk, batch):
+        chunk.ledger.reason_to_look = "samples of other sizes would interact"
+        batch = _batch_that_can_be_parted(chunk)
     chunk.compared = batch
     chunk.flags.inputs_with_samples.put(chunk.key_of_inputs, batch.batched)
     return batch
@@ -338,6 +343,22 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
     few = max(1, min(SOME_ALONE, count - SAMPLES))
     alone = MANY_ALONE if chunk.ledger.reason_to_look else few
     return groups + [[sample, sample] for sample in order[:alone]]
+
+
+def _would_interact(chunk: Chunk, batch: Batch) -> bool:
+    """Return True if samples far larger or smaller than each other give something else together.
+
+    The model is not refused for that: such values may not occur.
+    """
+    few, view = batch.scaled(OTHER_SIZES[: chunk.count]), chunk.view
+    samples = range(few.count)
+    try:
+        together = InBatch(view, few, view.outputs(few.pick(samples)))
+        return together.first_difference([k, k] for k in samples) is not None
+    except FAILURES as error:  # the model may take no such values
+        if out_of_memory(error):
+            raise
+        return False
 
 
 def _is_same_in_other_company(chunk: Chunk, batch: Batch) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastlr.ghost.objects import INTERNAL, PLAIN, version
+from fastlr.ops.objects import INTERNAL, PLAIN, version
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS.union((list, set, deque, tuple))

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastlr.errors import ModelError, few
-from fastlr.ghost.objects import address, storage, weakly_by_module
 from fastlr.ghost.state import Attributes, emptied_caches, refill
+from fastlr.ops.objects import address, storage, weakly_by_module
 from fastlr.ops.torch_private import is_view, no_torch_function
 
 LARGE = 16_384  # elements of a tensor that is copied only if a pass has written it

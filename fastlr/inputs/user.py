@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
 from fastlr.ghost.batch import require_pickable
-from fastlr.ghost.objects import number, version
 from fastlr.inputs.base import Batch, Inputs
+from fastlr.ops.objects import number, version
 from fastlr.ops.torch_private import tree_map_only
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import InputError, ModelError
-from fastlr.ghost.objects import storage
 from fastlr.metrics.unit_axes import PRODUCTS, UnitAxes, named, tensors_in
 from fastlr.metrics.written_relus import WrittenReLUs
+from fastlr.ops.objects import storage
 from fastlr.ops.torch_private import Convolution, no_torch_function
 
 RELU = {"relu", "relu6"}

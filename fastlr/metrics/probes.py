@@ -27,13 +27,13 @@ from fastlr.ghost.api import engine_of
 from fastlr.ghost.batch import copied
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
-from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
+from fastlr.ops.process_state import quiet_rng
 
 _FUSED = ("cpu", "cuda")  # where all steps of AdamW on real parameters are one kernel
 _NEARLY_ALL = 0.9  # of the labels' bits: from there on they are the limit, not the model

@@ -687,6 +687,16 @@ def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audi
     assert engine.known.comparisons == 1
 
 
+def test_a_choice_by_the_mean_of_a_batch_is_looked_for_in_every_batch():
+    model = Written(
+        lambda m, x: torch.where(x.mean() > 0, m.a(x), m.b(x)), a=nn.Linear(5, 3), b=nn.Linear(5, 3)
+    ).double()
+    x = draw(4, 5).abs()
+    norms(model, x)
+    x[0] *= -0.1
+    refused(fastlr.InteractionError, "interact", model, x)
+
+
 def test_parameters_without_elements():
     def joined(m, x):
         return torch.cat([m.a(x), m.none(x), x[:, :0] @ m.empty], 1)

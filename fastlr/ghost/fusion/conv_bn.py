@@ -19,7 +19,6 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.ghost.factors import Factor, Norms
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.objects import address, version
 from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ghost.sample_axis import Regular
 from fastlr.ops.block import Block, Gradients, Loaded
@@ -31,6 +30,7 @@ from fastlr.ops.folded import (
     through_loading,
 )
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.objects import address, version
 from fastlr.ops.recent import Recent
 from fastlr.ops.reference.folded import value_of
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.objects import INTERNAL
 from fastlr.ghost.writes import begin_pass
 from fastlr.ops.modules import all_modules
+from fastlr.ops.objects import INTERNAL
 from fastlr.ops.torch_private import tree_leaves, tree_map
 
 MATRIX_NOISE, VECTOR_NOISE = 0.3, 0.1
