@@ -136,17 +136,18 @@ EVERY = 60.0  # seconds between lines where stderr is no terminal
 
 
 class MinuteLog:
-    """Prints a line every EVERY seconds where ``console`` is no terminal.
+    """Prints a line every EVERY seconds where ``console`` is neither a terminal nor a notebook.
 
     Work that is shorter prints nothing.
     """
 
     def __init__(self, console: Console) -> None:
         self.console, self.last = console, time.monotonic()
+        self.shows_bars = console.is_terminal or console.is_jupyter
 
     def log(self, text: str) -> None:
         """Print ``text`` if a line is due."""
-        if not self.console.is_terminal and time.monotonic() - self.last >= EVERY:
+        if not self.shows_bars and time.monotonic() - self.last >= EVERY:
             self.last = time.monotonic()
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -155,7 +156,7 @@ class MinuteLog:
 def count_bars() -> Iterator[Callable[..., None]]:
     """Yield ``show(label, done, total, text="")``, which draws a bar for each label on stderr.
 
-    If stderr is no terminal, it prints a line a minute.
+    If stderr is neither a terminal nor a notebook, it prints a line a minute.
     """
     console = Console(stderr=True)
     minutes, tasks = MinuteLog(console), dict[str, TaskID]()
@@ -170,7 +171,7 @@ def count_bars() -> Iterator[Callable[..., None]]:
         TextColumn("{task.fields[text]}"),
         console=console,
         transient=True,
-        disable=not (console.is_terminal or console.is_jupyter),
+        disable=not minutes.shows_bars,
     ) as bar:
 
         def show(label: str, done: int, total: int | None, text: str = "") -> None:

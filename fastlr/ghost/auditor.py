@@ -24,6 +24,7 @@ from fastlr.ghost.norms import forward_of, norm_tolerance
 from fastlr.ghost.verification.agreement import norms_close, outputs_differ, unexplained
 from fastlr.ghost.verification.company import InBatch
 from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.deferred_checks import out_of_memory
 
 LARGEST_SCALE = 40  # power of two that cotangents are beyond unit size; in float16 none
 SCALE, SMALL_SCALE = 12, -3  # exponents of two: so much larger cotangents; in dtypes of small range
@@ -224,7 +225,9 @@ def require_same_among_copies(view: ModelView, ledger: Ledger, batch: Batch, z: 
     v = generic_cotangent(view.row(z.detach(), 0))
     try:
         beside = [samples.run_copies(0, [v], copies) for copies in (2, 3)]
-    except FAILURES:  # the model may take no such number
+    except FAILURES as error:  # the model may take no such number
+        if out_of_memory(error):
+            raise
         return
     pair, three = [torch.stack(one.norms[0]) for one in beside]
     if not norms_close(three, pair, pair.sum(), norm_tolerance(view, ledger, z.device)).all():
