@@ -117,9 +117,11 @@ def cut(case: Case, x: Any, samples: slice) -> Any:
 
 def to_dtype(x: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point inputs, leave indices and masks."""
-    return map_inputs(
-        x, lambda _, t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-    )
+
+    def cast(_: Any, t: Any) -> Any:
+        return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+    return map_inputs(x, cast)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

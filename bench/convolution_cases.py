@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.kernel_calls import channels_last, draw, plain_block
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 LAYOUTS = {  # of the input, of the output's gradient, of what is kept
     "last": ("last", "last", "last"),
@@ -29,6 +28,34 @@ MIXED = {"g-last": ("planes", "last", "last"), "repeated": ("repeated", "planes"
 
 # -- convolutions
 # --------------------------------------------------------------------------------------------------
+
+
+def draw(
+    *shape: int,
+    seed: int = 0,
+    offset: float = 0.3,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return normal numbers with an offset, so that a missing or a doubled part would show."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale + offset).to(dtype)
+
+
+def channels_last(t: Tensor, axis: int = 2) -> Tensor:
+    """Return the same values with the channels last in memory."""
+    return t.movedim(axis, -1).contiguous().movedim(-1, axis)
+
+
+def swapped(t: Tensor, axis: int = 0, other: int = 1) -> Tensor:
+    """Return the same values with two axes swapped in memory."""
+    return t.transpose(axis, other).contiguous().transpose(axis, other)
+
+
+def plain_block(weight: Tensor, statistics: Tensor, geometry: ConvGeometry) -> Block:
+    """Return a block of which only norms are wanted: nothing is folded, and nothing follows."""
+    channels = torch.cat([torch.zeros_like(statistics[:1]), statistics])
+    return Block(weight, weight, channels, "none", geometry)
 
 
 def geometry(
@@ -155,7 +182,7 @@ def case(
     block = Block(weight, folded, torch.cat([bias[None], statistics]), act, how)
     factors = draw(count, inputs, *[1] * axes, seed=6) if gate else None
     loaded = Loaded(x, before, factors, gradient_at_output)
-    out, kept = ops.get("folded_conv", "reference")(loaded, block)
+    out, kept = ops.get("folded_conv", "torch")(loaded, block)
     grad, kept = laid_out(draw(*out.shape, seed=4, scale=2), of_grad), laid_out(kept, of_kept)
     added = others = of_mean = None
     if residual is not None:

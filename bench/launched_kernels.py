@@ -110,7 +110,7 @@ def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -
         return predictive.cotangent(z, "rademacher", index, 0)
 
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        with ops.using("triton", twins=True):
+        with ops.noting_launches():
             fastlr.per_sample_grad_sq_norms(model, x, cotangent)
         # Kernels that compute nothing would pass no audit.
         with noted() as found, warnings.catch_warnings():

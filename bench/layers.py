@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.convolution_cases import plain_block
 from fastlr.inputs import ShapeImages
+from fastlr.ops.activations import ACTIVATIONS, KEEPS_OUTPUT
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.kernel_calls import plain_block
-from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
 
 
 @dataclass
@@ -204,8 +204,6 @@ def _shape_images(op: str, dtype: torch.dtype | None, draw: Draw) -> Call:
         "channels_last": True,
         "seed": 3,
     }
-    if op == "shape_images":
-        return Call((0, draw.batch), 0, {**options, "device": draw.device})
     return Call((index[:1], draw.batch) if op == "shape_images_from" else (index,), 0, options)
 
 
@@ -241,7 +239,6 @@ CASES: dict[str, Cases] = {
         "224x224 as the run's dtype": partial(_shape_images, "shape_images_from", None),
         "224x224 float32": partial(_shape_images, "shape_images_from", torch.float32),
     },
-    "shape_images": {"224x224 as the run's dtype": partial(_shape_images, "shape_images", None)},
     "shape_images_at": {
         "224x224 as the run's dtype": partial(_shape_images, "shape_images_at", None)
     },

@@ -10,20 +10,22 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import kernel_cases
 import pytest
 import torch
+from definitions import definition
+from kernel_calls import outcome
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.benchmark import Timer
 
-from bench import kernel_cases
 from bench.layers import CASES, Call, Draw
 from fastlr import ops
-from fastlr.cli import doctor
 from fastlr.ops.kernel_checks import compared
+from fastlr.ops.shape_images import shape_images
 
-OPS = [name for name in ops.TABLE if "triton" in ops.backends(name)]
+OPS = ops.with_kernels()
 STORED = ("folded_conv", "folded_conv_backward", "fold_weights")
 # Deviation of sums in float32; what is STORED in 16 bits may be off by what rounding explains.
 SUMMED = 1e-3
@@ -41,12 +43,12 @@ def check(name: str, result: Any, call: Call, device: torch.device) -> float:
     Some samples are compared.
     """
     if name.startswith("shape_images"):
-        define = partial(ops.get("shape_images", "reference"), **{**call.options, "device": device})
+        define = partial(shape_images, **{**call.options, "device": device})
         same = [torch.equal(result[i : i + 1], define(i, i + 1)) for i in (0, len(result) - 1)]
         assert all(same), "other bits than the definition's"
         return 0.0
-    define = ops.get(name, "reference")
-    off = compared(define, define, call.args, ops.SAMPLES[name], result)
+    define = definition(name)
+    off = compared(define, call.args, ops.TABLE[name].samples, result)
     assert off.share <= 1, (
         f"off by {off.relative:.2g} of the definition, {off.share:.2g} times what rounding explains"
     )
@@ -85,14 +87,16 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @cache
-def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.Finding:
-    """Run the op on the calls of kernel_cases.py; without a GPU on those of the package.
+def wrong_calls(name: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return the calls of kernel_cases.py that an op gets wrong.
 
-    Kernels are compared with plain torch, and that with the definition.
+    Kernels are compared with plain torch; without a GPU plain torch with the definition.
     """
-    if device.type == "cuda":
-        return doctor.small_calls(name, device, dtype, "triton", kernel_cases.CASES)
-    return doctor.small_calls(name, device, dtype, "torch")
+    backend, twin = "triton", ops.get(name, "torch")
+    if device.type != "cuda":
+        backend, twin = "torch", definition(name)
+    calls = kernel_cases.CASES[name]() if name in kernel_cases.CASES else {}
+    return outcome(name, device, dtype, backend, twin, calls)[0]
 
 
 def bytes_of(tree: Any) -> int:
@@ -124,14 +128,10 @@ def test_op(
         dtype, backend = torch.bfloat16, "triton"
         draw = Draw(device, dtype, batch=256, shrink=1)
     else:
-        dtype, backend = torch.float32, "reference"
-        if "torch" in ops.backends(name):
-            backend = "torch"
+        dtype, backend = torch.float32, "torch"
         draw = Draw(device, dtype, batch=2, shrink=8 if quick else 2)
     call = CASES[name][label](draw)
-    if backend != "reference":
-        finding = small_calls(name, device, dtype)
-        assert finding.found, f"{finding.name}: {finding.detail} {finding.cost}"
+    assert not wrong_calls(name, device, dtype)
 
     def run() -> Any:
         return ops.get(name, backend)(*call.args, **call.options)

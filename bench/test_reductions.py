@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from definitions import reductions as reference
 from pytest_benchmark.fixture import BenchmarkFixture
 from ranks import good, run_ranks
 from torch import Tensor
@@ -31,7 +32,6 @@ from fastlr.experiments.memorization.experiment import DRIVER, Memorizer
 from fastlr.experiments.memorization.options import MemorizeOptions
 from fastlr.experiments.statistics.seeds import mean_over_seeds
 from fastlr.experiments.training import data_parallel
-from fastlr.ops import reference
 
 CALLS = (
     (1 << 14, 200),

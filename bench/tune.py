@@ -2,7 +2,7 @@
 
 One planned chunk of each network (bf16, channels_last) gives the shapes that its kernels' rules are
 asked for (some 35). For each of them the rule's block sizes and those around it, eight in all, are
-compiled in parallel by processes that leave them in Triton's cache, and timed one after the other.
+compiled side by side, and timed one after the other.
 Those that are right (against the rule's own) and faster by `GAIN` go into ``fastlr/ops/tuned.json``
 under this architecture, which the kernels read: commit it. ``--table FILE`` names another table,
 for `bench.launch_times`. The table is written after every shape, so that a killed run keeps what it
@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,6 +29,7 @@ from torch import Tensor
 import fastlr
 from bench.cases import calibrate, image_network
 from fastlr import ops
+from fastlr.estimator.compilation import side_by_side
 from fastlr.files import write_text
 from fastlr.ops import dispatch, tuning
 from fastlr.ops.block import changed
@@ -38,7 +37,6 @@ from fastlr.ops.block import changed
 CONFIGURATIONS = 8  # of a shape, the rule's among them
 GAIN = 0.05  # the part of the time that a change must save
 MOST_CALLS = 3  # of one shape that are timed
-BATCH_TO_COMPILE = 8  # of each of the processes that share one GPU; block sizes do not hang on it
 ALLOWED = {
     "num_warps": (1, 8),
     "num_stages": (1, 4),
@@ -50,7 +48,35 @@ ALLOWED = {
 Calls = dict[str, list[tuple[str, tuple]]]
 
 
-def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
+class Asked(NamedTuple):
+    """One question to a rule: the block sizes that it gave, and which of them may differ.
+
+    The kernel may have other values of those that are ``free``.
+    """
+
+    tile: Any
+    free: tuple[str, ...]
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, Asked]]:
+    """Note what rules are asked inside."""
+    asked = dict[str, Asked]()
+
+    def note(key: str, tile: Any, free: tuple[str, ...]) -> dict[str, int]:
+        asked[key] = Asked(tile, free)
+        return {}
+
+    with patch.object(tuning, "observer", note):
+        yield asked
+
+
+def forcing(key: str, fields: dict[str, int]) -> Any:
+    """Give these fields for one rule and its arguments, and the rules' own for all others."""
+    return patch.object(tuning, "observer", lambda asked, *_: fields if asked == key else {})
+
+
+def candidates(asked: Asked) -> list[dict[str, int]]:
     """Return changes of the rule's block sizes to try, none first.
 
     Then each free field is halved or doubled (num_stages changes by one, a flag is switched), then
@@ -78,7 +104,7 @@ def _others(field: str, value: int) -> list[int]:
 
 
 def choose(
-    asked: dict[str, tuning.Asked],
+    asked: dict[str, Asked],
     clock: Callable[[str, dict[str, int]], float | None],
     enter: Callable[[str, dict[str, int]], None] | None = None,
 ) -> dict[str, dict]:
@@ -120,14 +146,14 @@ def write_entry(path: Path, architecture: str, key: str, fields: dict[str, int])
 
 
 @contextmanager
-def recording(asked: dict[str, tuning.Asked], calls: Calls) -> Iterator[None]:
+def recording(asked: dict[str, Asked], calls: Calls) -> Iterator[None]:
     """Enter what rules are asked by the calls of ops within, also where plain torch serves."""
     from fastlr.kernels import launching
 
     by_kernel = dispatch._by_kernel
 
     def noted(name: str, args: tuple) -> Any:
-        with tuning.noting() as here, launching.asked():
+        with noting() as here, launching.noting(lambda *launch: None):
             ops.get(name, "triton")(*args)
         asked.update(here)
         for key in here:
@@ -140,9 +166,9 @@ def recording(asked: dict[str, tuning.Asked], calls: Calls) -> Iterator[None]:
         yield
 
 
-def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], Calls]:
+def recorded(networks: list[str], batch: int) -> tuple[dict[str, Asked], Calls]:
     """Return what rules are asked in a chunk of each network, and the calls that ask them."""
-    asked, calls = dict[str, tuning.Asked](), Calls()
+    asked, calls = dict[str, Asked](), Calls()
     for network in networks:
         torch.manual_seed(0)
         images = fastlr.ShapeImages((3, 224, 224), channels_last=True)
@@ -164,34 +190,30 @@ def results(op: str, args: tuple) -> list[Tensor]:
     """Return the tensors that an op's kernel gives, or plain torch where the kernel declines."""
     found = ops.get(op, "triton")(*args)
     if found is NotImplemented:
-        found = dispatch.twin(op)(*args)
+        found = ops.get(op, "torch")(*args)
     several = found if isinstance(found, tuple) else (found,)
     return [t for t in several if isinstance(t, Tensor)]
 
 
-def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float | None]:
-    """Return the clock of `choose`: median seconds of a shape's calls, one after the other.
-
-    Not ``timed``: they are compiled only.
-    """
+def on_gpu(calls: Calls) -> Callable[[str, dict[str, int]], float | None]:
+    """Return the clock of `choose`: median seconds of a shape's calls, one after the other."""
     from triton.testing import do_bench
 
     def clock(key: str, fields: dict[str, int]) -> float | None:
         total = 0.0
         for call in calls[key]:
-            with tuning.forcing(key, {}):
+            with forcing(key, {}):
                 want = results(*call)
             try:
-                with tuning.forcing(key, fields):
+                with forcing(key, fields):
                     got = zip(want, results(*call), strict=True)
                     if not all(
                         torch.allclose(b.float(), a.float(), 2e-2, 1e-3 * float(a.abs().max()))
                         for a, b in got
                     ):
                         return None
-                    if timed:
-                        milliseconds = do_bench(partial(results, *call), return_mode="median")
-                        total += 1e-3 * milliseconds
+                    milliseconds = do_bench(partial(results, *call), return_mode="median")
+                    total += 1e-3 * milliseconds
             except Exception as error:  # of the compiler, or too much memory asked for
                 print(f"{key} with {fields}: {type(error).__name__}", file=sys.stderr)
                 return None
@@ -200,19 +222,21 @@ def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float |
     return clock
 
 
-def compile_ahead(networks: list[str]) -> None:
-    """Compile all that will be timed, side by side, and name the processes that failed.
+def compile_all(asked: dict[str, Asked], calls: Calls) -> None:
+    """Compile all that will be timed, side by side.
 
-    What they leave uncompiled is compiled as it is timed.
+    What does not compile here is compiled as it is timed.
     """
-    count = min(8, max(1, (os.cpu_count() or 2) // 2))
-    command = [sys.executable, "-m", "bench.tune", *networks, f"--batch={BATCH_TO_COMPILE}"]
-    parts = [f"{i}/{count}" for i in range(count)]
-    started = [subprocess.Popen([*command, "--part", part]) for part in parts]
-    for part, process in zip(parts, started, strict=True):
-        code = process.wait()
-        if code:
-            print(f"compiling part {part} ahead failed with exit code {code}", file=sys.stderr)
+    from fastlr.kernels import launching
+
+    def launch(note: Callable[..., None]) -> None:
+        for key in asked:
+            for fields in candidates(asked[key]):
+                with forcing(key, fields), launching.noting(note), suppress(Exception):
+                    for op, args in calls[key]:
+                        ops.get(op, "triton")(*args)
+
+    side_by_side(launch, torch.device("cuda"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,7 +247,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("networks", nargs="*", default=["mobilenet_v3_large", "resnet50"])
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--table", type=Path, default=tuning.TABLE, help="file for the result")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # I/N: compile only, every Nth shape
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(
@@ -231,15 +254,10 @@ def main(arguments: list[str] | None = None) -> int:
             "to be tuned"
         )
         return 2
-    if given.part is None:
-        compile_ahead(given.networks)
     asked, calls = recorded(given.networks, given.batch)
-    if given.part is not None:
-        first, step = map(int, given.part.split("/"))
-        choose({key: asked[key] for key in sorted(asked)[first::step]}, on_gpu(calls, timed=False))
-        return 0
+    compile_all(asked, calls)
     enter = partial(write_entry, given.table, tuning.architecture())
-    found = choose(asked, on_gpu(calls, timed=True), enter)
+    found = choose(asked, on_gpu(calls), enter)
     print(
         f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': "
         f"{given.table}"

@@ -1,4 +1,4 @@
-"""Triton kernels, one file an op, named like its plain twin in fastlr.ops.reference.
+"""Triton kernels, one file an op, named like its function in plain torch (fastlr.ops).
 
 Triton is imported only by those files.
 """

@@ -2,7 +2,7 @@
 
 Kernels call them.
 
-ACT is a key of ``fastlr.ops.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in
+ACT is a key of ``fastlr.ops.activations.ACTIVATIONS``, as a string constexpr. NaN stays NaN in
 the forward direction. Nothing is launched from here: no traffic of its own.
 """
 

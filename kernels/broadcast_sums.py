@@ -1,6 +1,6 @@
 """Per-sample gradients of broadcast parameters in Triton.
 
-The definition is ``fastlr.ops.reference.norms.broadcast_sums``.
+The definition is ``fastlr.ops.linear.broadcast_sums``.
 
 The limit is reading g once (in bf16 2 bytes an element), and the other factor once where there is
 one; 4 bytes for each element of the parameter and sample are written. Sums over more than two axes
@@ -22,7 +22,7 @@ def broadcast_sums(
     other: Tensor | None,  # broadcastable to the shape of g
     axes: Sequence[int],
 ) -> Tensor:  # [B, *axes of g that are left]
-    """See fastlr.ops.reference.norms.broadcast_sums; the result is float32."""
+    """See fastlr.ops.linear.broadcast_sums; the result is float32."""
     if all(g.shape[axis] == 1 for axis in axes):
         return NotImplemented
     sums = strided_sums(g, None if other is None else other.broadcast_to(g.shape), axes)

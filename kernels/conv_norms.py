@@ -66,7 +66,7 @@ def conv_sq_norms(
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.conv_sq_norms."""
+    """See fastlr.ops.convolution.conv_sq_norms."""
     if geometry.transposed:
         x, g, geometry = g, x, geometry.forward()
     if not 4 <= x.ndim <= 5 or not covered(x, g):
@@ -95,7 +95,7 @@ def folded_conv_sq_norms(
     block: Block,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
-    """See fastlr.ops.reference.folded.folded_conv_sq_norms.
+    """See fastlr.ops.folded.folded_conv_sq_norms.
 
     Sums over positions are float32; ``product`` is not needed. NotImplemented also where
     fastlr.ops.gram serves.

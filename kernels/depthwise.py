@@ -478,7 +478,7 @@ def backward_tile(
 def folded_conv_backward(
     x: Loaded, gradients: Gradients, kept: Tensor, block: Block, want_input: bool
 ) -> tuple[Tensor | None, ...]:
-    """`fastlr.ops.reference.folded.folded_conv_backward` for one channel a group."""
+    """`fastlr.ops.folded.folded_conv_backward` for one channel a group."""
     inputs, grad, geometry = x.tensor, gradients.output, block.geometry
     kept = grad if block.activation == "none" else kept
     if x.gate is not None or not covered(inputs, grad, kept):
@@ -562,7 +562,7 @@ def depthwise_norms(
     g: Tensor,  # [B, C, H', W']
     block: Block,
 ) -> tuple[Tensor, ...]:
-    """`fastlr.ops.reference.folded.folded_conv_sq_norms` for one channel a group."""
+    """`fastlr.ops.folded.folded_conv_sq_norms` for one channel a group."""
     block = block._replace(activation="none")
     result = folded_conv_backward(Loaded(x), Gradients(g), g, block, False)
     return result if result is NotImplemented else result[1:]

@@ -1,6 +1,6 @@
 """Squared norms of a table's gradient in Triton, without the table.
 
-The definition is ``fastlr.ops.reference.norms.embedding_sq_norms``.
+The definition is ``fastlr.ops.linear.embedding_sq_norms``.
 
 With g_t the gradient of row t, the squared norm is the sum of <g_t, g_s> over all t, s of one id.
 One program takes one sample and a tile of rows t, and goes through the tiles of rows s up to its
@@ -80,7 +80,7 @@ def embedding_sq_norms(
     ids: Tensor,  # [B, T]
     g: Tensor,  # [B, T, D]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.embedding_sq_norms."""
+    """See fastlr.ops.linear.embedding_sq_norms."""
     count, rows, width = g.shape
     if ids.dtype not in IDS or not covered(g):
         return NotImplemented

@@ -1,6 +1,6 @@
 """Rademacher cotangents of softmax outputs in Triton.
 
-The definition is ``fastlr.ops.reference.fisher.categorical_root_cotangent``.
+The definition is ``fastlr.ops.fisher.categorical_root_cotangent``.
 
 One launch from the logits: log-softmax, the signs (Philox, the same bits as the reference) and the
 Householder root of the outputs' Fisher matrix. One program takes the classes of one position; all
@@ -83,7 +83,7 @@ def categorical_root_cotangent(
     index: Tensor,  # [B]
     seed: int,
 ) -> Tensor:  # [B, P, C]
-    """See fastlr.ops.reference.fisher.categorical_root_cotangent; up to 4096 classes."""
+    """See fastlr.ops.fisher.categorical_root_cotangent; up to 4096 classes."""
     count, positions, classes = z.shape
     block = next((block for block in BLOCKS if classes <= block), None)
     covered = z.dtype in DTYPES and index.dtype == torch.int64

@@ -2,7 +2,7 @@
 
 The kernel is Triton's.
 
-See fastlr.ops.reference.folded.fold_weights. A program makes one output channel of one convolution,
+See fastlr.ops.folded.fold_weights. A program makes one output channel of one convolution,
 which it finds in a table of addresses. It reads the weight once and writes it once in the
 activations' dtype (MobileNetV3-Large: 12 MB in, 6 MB out); what counts is that it is one launch for
 all of them, not eight for each.
@@ -114,7 +114,7 @@ def fold_weights(
     eps: tuple[float, ...],
     *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
 ) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
-    """See fastlr.ops.reference.folded.fold_weights.
+    """See fastlr.ops.folded.fold_weights.
 
     Folded weights have channels last, or taps first where they have one input; the numbers are
     float32. The tensors of one role must have one dtype.

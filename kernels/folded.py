@@ -1,4 +1,4 @@
-"""Folded convolutions in Triton: which kernel serves which call, of fastlr.ops.reference.folded.
+"""Folded convolutions in Triton: which kernel serves which call, of fastlr.ops.folded.
 
 Pointwise (folded_pointwise.py) and depthwise (folded_depthwise.py) convolutions of one and two axes
 have kernels; dense K x K and grouped ones are NotImplemented: cuDNN serves, through plain torch,
@@ -23,9 +23,9 @@ from torch import Tensor
 from fastlr.kernels import folded_depthwise, folded_pointwise
 from fastlr.kernels.launching import on_device
 from fastlr.ops import gram
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import kind_of
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 
 def _where_its_input_is(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def folded_conv(
     residual: Loaded | None = None,  # [B, O, *spatial']
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
-    """See fastlr.ops.reference.folded.folded_conv."""
+    """See fastlr.ops.folded.folded_conv."""
     kernels, dtype = _kernels_of(x.tensor, block), x.tensor.dtype
     if kernels is None or block.folded.dtype != dtype:
         return NotImplemented
@@ -78,7 +78,7 @@ def folded_conv_backward(
     want_input: bool,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
-    """See fastlr.ops.reference.folded.folded_conv_backward; ``product`` is not needed."""
+    """See fastlr.ops.folded.folded_conv_backward; ``product`` is not needed."""
     kernels = _kernels_of(x.tensor, block)
     if kernels is None or torch.float64 in (block.weight.dtype, block.channels.dtype):
         return NotImplemented

@@ -34,9 +34,9 @@ from fastlr.kernels.depthwise import (
 from fastlr.kernels.depthwise import folded_conv_backward as folded_conv_backward
 from fastlr.kernels.launching import INT32, covered, launch, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, empty_output, like
+from fastlr.ops.activations import KEEPS_OUTPUT
 from fastlr.ops.block import Block, Loaded
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ROWS = 16  # of the output that a program makes at most
 
@@ -196,7 +196,7 @@ def forward_tile(
 def folded_conv(
     x: Loaded, block: Block, residual: Loaded | None, mean: bool
 ) -> tuple[Tensor, Tensor]:
-    """`fastlr.ops.reference.folded.folded_conv` for one channel a group."""
+    """`fastlr.ops.folded.folded_conv` for one channel a group."""
     inputs, geometry = x.tensor, block.geometry
     count, channels, height, width = inputs.shape
     kernel = block.weight.shape[2:]

@@ -42,9 +42,9 @@ from fastlr.kernels.moments import (
     like,
     moments_space,
 )
+from fastlr.ops.activations import KEEPS_OUTPUT
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.folded import activation_grad
-from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 512  # to fill a GPU with
 FEW = 256  # positions that may be one tile
@@ -621,7 +621,7 @@ def column_of(t: Tensor) -> int | None:
 def folded_conv(
     x: Loaded, block: Block, residual: Loaded | None, mean: bool
 ) -> tuple[Tensor, Tensor]:
-    """`fastlr.ops.reference.folded.folded_conv` for a 1x1 kernel without padding."""
+    """`fastlr.ops.folded.folded_conv` for a 1x1 kernel without padding."""
     stored, stride = x.tensor, block.geometry.stride
     count, inputs, height, width = stored.shape
     outputs = len(block.folded)
@@ -694,7 +694,7 @@ def folded_conv(
 def folded_conv_backward(
     x: Loaded, gradients: Gradients, kept: Tensor, block: Block, want_input: bool
 ) -> tuple[Tensor | None, ...]:
-    """`fastlr.ops.reference.folded.folded_conv_backward` for a 1x1 kernel without padding."""
+    """`fastlr.ops.folded.folded_conv_backward` for a 1x1 kernel without padding."""
     stored, grad = x.tensor, gradients.output
     kept = grad if block.activation == "none" else kept
     stride = block.geometry.stride

@@ -1,16 +1,14 @@
 """Shared by all launches: dtypes, the device, workspaces, strides and hints on sizes.
 
-Hints are what the compiler may know of sizes. Every kernel is launched by `launch`, the one place
-that knows which compiled variant a launch needs (`asked`).
+Hints are what the compiler may know of sizes. Every kernel is launched by `launch`.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -49,11 +47,11 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         args: its arguments but for constants.
         constants: its constants, and the compiler's options (``num_warps``, ...).
     """
-    note = _noted.note
-    if note is None:
-        kernel[(programs,)](*args, **constants, **FUSED)
+    constants |= FUSED
+    if _noted.note is None:
+        kernel[(programs,)](*args, **constants)
     else:
-        note(kernel, args, constants)
+        _noted.note(kernel, args, constants)
 
 
 class _Noted(threading.local):
@@ -73,89 +71,6 @@ def noting(note: Note) -> Iterator[None]:
         yield
     finally:
         _noted.note = before
-
-
-@contextmanager
-def asked() -> Iterator[list[str]]:
-    """Within it nothing is launched in this thread.
-
-    The list is of the compiled variants that launches would need.
-    """
-    variants = list[str]()
-    with noting(lambda *launch: variants.append(variant(*launch))):
-        yield variants
-
-
-class Parameter(NamedTuple):
-    """What the compiler may know of an argument of a kernel."""
-
-    name: str
-    constant: bool
-    specialised: bool  # a number: whether it is 1 or a multiple of 16
-    aligned: bool  # if so, whether it is a multiple of 16
-
-
-_parameters: dict[Any, list[Parameter]] = {}  # function -> its parameters
-
-
-def parameters(kernel: Any) -> list[Parameter]:
-    """Return the parameters of a kernel, compiled or interpreted."""
-    function = kernel.fn
-    if function not in _parameters:
-        numbers, units = (
-            _declared(kernel, f"do_not_specialize{end}") for end in ("", "_on_alignment")
-        )
-        _parameters[function] = [
-            Parameter(
-                name, "constexpr" in str(given.annotation), name not in numbers, name not in units
-            )
-            for name, given in inspect.signature(function).parameters.items()
-        ]
-    return _parameters[function]
-
-
-def _declared(kernel: Any, option: str) -> tuple[str, ...]:
-    """The names given for an option of `triton.jit`.
-
-    None where an interpreter's version does not tell: variants are finer then.
-    """
-    given = getattr(kernel, option, None) or getattr(kernel, "kwargs", {}).get(option)
-    return tuple(given or ())
-
-
-def variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
-    """Return the compiled variant that a launch needs, the same text in every process.
-
-    Triton compiles a kernel anew for other types of arguments, other constants and options, for
-    numbers that are 1 or multiples of 16, for numbers that need 64 bits, and for memory that is not
-    aligned to 16 bytes.
-    """
-    options, values = dict(constants), list(args)
-    told = []
-    for parameter in parameters(kernel):
-        value = options.pop(parameter.name) if parameter.name in options else values.pop(0)
-        told.append(
-            f"{parameter.name}={repr(value) if parameter.constant else _seen_of(value, parameter)}"
-        )
-    told += [f"{name}={value!r}" for name, value in sorted(options.items())]
-    return f"{kernel.fn.__name__}({', '.join(told)})"
-
-
-def _seen_of(value: Any, parameter: Parameter) -> str:
-    """All that the compiler sees of an argument that is no constant."""
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"*{kind}" if value.data_ptr() % 16 == 0 else f"*{kind} unaligned"
-    if isinstance(value, int) and not isinstance(value, bool):
-        if -INT32 <= value < INT32:
-            width = "i32"
-        else:
-            width = "i64" if value < 1 << 63 else "u64"
-        if parameter.specialised and value == 1:
-            return f"{width} 1"
-        aligned = parameter.specialised and parameter.aligned and value % 16 == 0
-        return f"{width}%16" if aligned else width
-    return repr(value) if value is None else type(value).__name__
 
 
 def workspace(*shape: int, device: torch.device) -> Tensor:

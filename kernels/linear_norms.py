@@ -1,6 +1,6 @@
 """Per-sample squared norms of matrix products in Triton.
 
-The op is ``fastlr.ops.reference.norms.linear_sq_norms``.
+The op is ``fastlr.ops.linear.linear_sq_norms``.
 
 Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight
 gradient's tiles (product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T
@@ -199,7 +199,7 @@ def linear_sq_norms(
     a: Tensor,  # [B, N, T, I]
     g: Tensor,  # [B, N, T, O]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.linear_sq_norms."""
+    """See fastlr.ops.linear.linear_sq_norms."""
     if not covered(a, g):
         return NotImplemented
     count, groups, rows, inputs = a.shape

@@ -134,7 +134,7 @@ def moments_space(
 def finish_norms(
     squares: Tensor, inner: Tensor, sums: Tensor, parts: Tensor, weight: Tensor, statistics: Tensor
 ) -> tuple[Tensor, ...]:
-    """Four squared norms [B], float64, as of fastlr.ops.reference.folded.folded_conv_sq_norms.
+    """Four squared norms [B], float64, as of fastlr.ops.folded.folded_conv_sq_norms.
 
     Args:
         squares: parts of the weight's squared norms, [B, tiles].

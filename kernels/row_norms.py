@@ -3,7 +3,7 @@
 Otherwise these take three launches or six.
 
 ``dense_sq_norms``, ``one_row_sq_norms`` and the case of one row of ``linear_sq_norms``
-(fastlr.ops.reference.norms). A program takes one sample and adds in float64, always in the same
+(fastlr.ops.linear). A program takes one sample and adds in float64, always in the same
 order; samples too long for that are left to plain torch. The limit is reading the inputs once.
 """
 
@@ -102,7 +102,7 @@ def row_norms(a: Tensor, g: Tensor | None, norms_of_g: Tensor | None = None) -> 
 def dense_sq_norms(
     grads: Tensor,  # [B, ...]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.dense_sq_norms."""
+    """See fastlr.ops.linear.dense_sq_norms."""
     return (
         row_norms(grads.reshape(len(grads), 1, grads[0].numel()), None)
         if len(grads)
@@ -114,7 +114,7 @@ def one_row_sq_norms(
     a: Tensor,  # [B, I]
     g: Tensor,  # [B, O]
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """See fastlr.ops.reference.norms.one_row_sq_norms."""
+    """See fastlr.ops.linear.one_row_sq_norms."""
     of_bias = torch.empty(len(g), dtype=torch.float64, device=g.device)
     of_weight = row_norms(a[:, None], g[:, None], of_bias)
     return NotImplemented if of_weight is NotImplemented else (of_weight, of_bias)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
 from fastlr.kernels.launching import launch, on_device
-from fastlr.ops.philox import STREAMS, check_index, check_range, check_seed, signed64
+from fastlr.ops.philox import STREAMS, check_index, check_seed
 from fastlr.ops.shape_images import (
     CIRCLE_RADII,
     RECTANGLE_SIDES,
@@ -202,18 +202,6 @@ def paint_kernel(
             tl.store(out + offset * CHANNELS + channel, value, exists)
         else:
             tl.store(out + channel * pixels + offset, value, exists)
-
-
-def shape_images(
-    start: int, stop: int, *, device: torch.device | str | None = "cuda", **options: Any
-) -> Tensor:
-    """Return images ``start .. stop-1`` of overlapping random shapes.
-
-    See :func:`fastlr.ops.shape_images.shape_images`.
-    """
-    start, stop = check_range(start, stop)
-    first = torch.full((1,), signed64(start), dtype=torch.int64, device=device)
-    return shape_images_from(first, stop - start, **options)
 
 
 def shape_images_from(first: Tensor, n: int, **options: Any) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from pytest import fixture
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
-os.environ["FASTLR_CACHE"] = "0"  # kernels are compared anew, and nothing is left behind
 END = time.monotonic() + float(os.environ.get("FASTLR_TEST_SECONDS") or "inf")
 # Of the long tests (True) the most telling; of the others the slow files, so that no worker ends
 # with one.

@@ -234,7 +234,6 @@ class GpuRun:
         ]
         self.environment = dict(environment) | {
             "RECORDS": str(records),
-            "FASTLR_CACHE": str(cache / "fastlr"),
             "GPU_RUN_TESTS": str(out / TESTS),
             "GPU_RUN_EARLIER_TESTS": str(work / TESTS),
         }

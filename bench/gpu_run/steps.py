@@ -93,7 +93,7 @@ KERNELS = "import os, fastlr.kernels as k; assert os.path.samefile(k.__path__[0]
 INSTALLED = f'"$PYTHON" -c "{KERNELS}"'
 PIP = python("pip install -q --no-build-isolation --no-deps -e .")
 INSTALL = f"{INSTALLED} 2>/dev/null || {{ PIP_BREAK_SYSTEM_PACKAGES=1 {PIP} && {INSTALLED}; }}"
-EMPTY_CACHES = 'rm -rf "$TRITON_CACHE_DIR" "$FASTLR_CACHE"'
+EMPTY_CACHES = 'rm -rf "$TRITON_CACHE_DIR"'
 STEPS = (
     Step("install", 120, 1, INSTALL, setup=True),
     Step("machine", 30, 1, f"nvidia-smi; {python('fastlr doctor')}"),

@@ -12,24 +12,17 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from threading import Lock
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fastlr.errors import first_line, install
-
-if TYPE_CHECKING:
-    import torch
 
 # Packages: what their absence costs, and how to get them.
 WANTED = {
@@ -46,9 +39,6 @@ OPTIONAL = {
     "backpack": ("pytest bench/test_peers.py does without BackPACK", install("bench")),
 }
 DISTRIBUTIONS = {"backpack": "backpack-for-pytorch"}
-
-
-_ONE = Lock()  # held by the thread that asks for the calls of models, which are made once
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,6 @@ def examine() -> list[Finding]:
     checks: dict[str, Callable[[], Finding]] = {"python": _python}
     checks |= {name: partial(_package, name, *told) for name, told in WANTED.items()}
     checks |= {"GPU": _gpu, "C++ compiler": _compiler, "nvcc": _nvcc, "fastlr._C": _extension}
-    checks |= {"comparisons": _comparisons}
     checks |= {name: partial(_package, name, *told) for name, told in OPTIONAL.items()}
     findings = []
     for name, check in checks.items():
@@ -199,12 +188,6 @@ def _extension() -> Finding:
     return Finding("fastlr._C", True, f"sums across processes, for {parts}")
 
 
-def _comparisons() -> Finding:
-    from fastlr.ops import kept_comparisons
-
-    return Finding("comparisons", True, f"of kernels, kept: {kept_comparisons.summary()}")
-
-
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -216,19 +199,17 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def kernels(only: Collection[str] | None = None) -> list[Finding]:
+def kernels() -> list[Finding]:
     """Compare every kernel with plain torch, and return a finding for each op and dtype.
 
     On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set. Otherwise the one
     finding says how.
-
-    Args:
-        only: these ops; default: all.
     """
     import torch
 
     from fastlr import ops
-    from fastlr.ops.interpreter import repair_interpreter
+    from fastlr.cli.kernels import DTYPES, outcomes
+    from fastlr.kernels.interpreter import repair_interpreter
 
     gpu = torch.cuda.is_available()
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
@@ -243,149 +224,20 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
     if not gpu:
         repair_interpreter()
     device = torch.device("cuda" if gpu else "cpu")
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    names = [
-        name
-        for name in ops.TABLE
-        if "triton" in ops.backends(name) and (only is None or name in only)
+    return [
+        _of_kernel(f"{name}, {str(dtype).removeprefix('torch.')}", shares, reason)
+        for dtype in DTYPES
+        for name, shares, reason in outcomes(device, dtype)
     ]
-    compared = [(name, device, dtype) for name in names for dtype in dtypes]
-    # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one
-    # thread alone.
-    workers = min(16, os.cpu_count() or 1) if gpu else 1
-    with ops.compared_anew(), ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda each: small_calls(*each), compared))
 
 
-@cache
-def model_calls() -> dict[str, dict[str, tuple]]:
-    """Return the calls of ops, in float32, that measuring two small models makes.
-
-    Their sizes are odd, so that tiles are broken.
-
-    Returns:
-        Op -> what is alike in calls that are compared once -> arguments.
-    """
-    import torch
-    from torch import nn
-
-    import fastlr
-    from fastlr import ops
-    from fastlr.ops import block, kernel_calls, kernel_checks
-
-    found: dict[str, dict[str, tuple]] = defaultdict(dict)
-    run = ops.run
-
-    def noted(name: str, *args: Any) -> Any:
-        tensors = [a for a in block.leaves(args) if isinstance(a, torch.Tensor)]
-        if torch.float64 not in {t.dtype for t in tensors}:
-            kind = kernel_checks.signature(args, ops.SAMPLES[name])
-            found[name][kind] = tuple(block.changed(kernel_calls.copied, args))
-        return run(name, *args)
-
-    def cotangent(z: torch.Tensor) -> Any:
-        return fastlr.Categorical().cotangent(z, "rademacher", range(len(z)), 0)
-
-    images = nn.Sequential(
-        *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Hardswish()),
-        *(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 24, 1), nn.BatchNorm2d(24), nn.Conv2d(24, 7, 3), nn.GroupNorm(1, 7)),
-        *(nn.Flatten(), nn.Linear(7 * 7 * 9, 10)),
-    )
-    embedding = (nn.Embedding(9, 33), nn.LayerNorm(33), nn.RMSNorm(33))
-    tokens = nn.Sequential(*embedding, nn.Linear(33, 131), nn.ReLU(), nn.Linear(131, 130))
-    pixels, words = kernel_calls.draw(3, 3, 9, 11), torch.arange(3 * 67).view(3, 67) % 9
-    generator = torch.Generator().manual_seed(0)
-    given = (images, pixels), (images, kernel_calls.channels_last(pixels, 1)), (tokens, words)
-    with patch.object(ops, "run", noted):
-        for model, x in (*given, (tokens, words[:, :9])):
-            for t in model.eval().state_dict().values():
-                if t.is_floating_point():
-                    t.uniform_(0.1, 0.9, generator=generator)
-            fastlr.per_sample_grad_sq_norms(model, x, cotangent)
-    norms = found["layer_norm_sums"]  # torch takes an RMS norm apart, but on a GPU
-    found["rms_norm_sums"] = {kind: (x, g, rstd) for kind, (x, g, _, rstd) in norms.items()}
-    return dict(found)
-
-
-def small_calls(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str = "triton",
-    calls: Mapping[str, Callable[[], dict[str, tuple]]] | None = None,
-) -> Finding:
-    """Compare an op in one dtype with plain torch, or plain torch with the definition.
-
-    All tensors lie in the middle of buffers of NaN, whose borders are looked at afterwards.
-
-    Args:
-        name: of the op.
-        device: where.
-        dtype: of the data.
-        backend: that is held: "triton" or "torch".
-        calls: of each op, which is called to have them; default: those of `model_calls`.
-    """
-    from fastlr import ops
-    from fastlr.ops import kernel_calls, kernel_checks
-    from fastlr.ops.borders import Borders
-
-    twin = ops.twin(name) if backend == "triton" else ops.get(name, "reference")
-    title = f"{name}, {str(dtype).removeprefix('torch.')}"
-    if name.startswith("shape_images"):
-        images = [{**options, "dtype": dtype} for options in kernel_calls.IMAGES]
-        borders = Borders()
-        try:
-            with borders:
-                wrong = [
-                    str(options["size"])
-                    for options in images
-                    if not ops.images_agree(device, options)
-                ]
-        except Exception as error:
-            wrong = [_described(error)]
-        if borders.broken():
-            wrong.append("writes beyond a tensor")
-        return _compared(title, len(images), wrong, 0.0)
-    wrong, worst, count = [], 0.0, 0
-    if calls is None:
-        with _ONE:
-            cases = model_calls()[name]
-    else:
-        cases = calls[name]()
-    for case, args in cases.items():
-        borders = Borders()
-        given = borders.around_all(kernel_calls.moved(name, args, device, dtype))
-        try:
-            with borders:
-                result = ops.get(name, backend)(*given)
-            if result is NotImplemented:
-                continue
-            deviation = kernel_checks.compared(
-                ops.get(name, backend), twin, given, ops.SAMPLES[name], result
-            )
-        except Exception as error:  # a kernel that does not compile or run is a finding
-            wrong.append(f"{case} ({_described(error)})")
-            continue
-        if borders.broken():
-            wrong.append(f"{case} (writes beyond a tensor)")
-        count, worst = count + 1, max(worst, deviation.share)
-        if deviation.share > 1:
-            wrong.append(f"{case} (off by {deviation.relative:.2g})")
-    return _compared(
-        title, count, wrong, worst, "plain torch" if backend == "triton" else "the definition"
-    )
-
-
-def _compared(
-    title: str, count: int, wrong: list[str], worst: float, truth: str = "plain torch"
-) -> Finding:
-    if not wrong:
-        return Finding(
-            title, True, f"{count} calls as {truth}, at most {worst:.2g} of the deviation allowed"
-        )
-    cost = "plain torch serves where a first call shows it, slower"
-    return Finding(title, False, f"wrong: {', '.join(wrong)}", cost, "please report this table")
+def _of_kernel(title: str, shares: list[float], reason: str) -> Finding:
+    if reason:
+        cost = "plain torch serves, slower"
+        return Finding(title, False, f"wrong: {reason}", cost, "please report this table")
+    most = max(shares, default=0.0)
+    detail = f"{len(shares)} calls as plain torch, at most {most:.2g} of the deviation allowed"
+    return Finding(title, True, detail)
 
 
 def print_findings(with_kernels: bool = False) -> None:

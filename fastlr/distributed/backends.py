@@ -9,7 +9,7 @@ tensors into that form.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastlr.errors import DistributedError
-from fastlr.ops.reference.reductions import fixed_order_sum
 
 EXTENSION_DTYPES = (torch.bfloat16, torch.float32)
 # Elements that the torch.distributed route works on at a time: it needs copies of them.
 _CHUNK = {"cpu": 1 << 20}
 _DEVICE_CHUNK = 1 << 25
 _GATHER = 1 << 14  # elements up to which everyone gathers everything: one exchange instead of two
+
+
+def fixed_order_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Sum tensors in their order, ``((p_0 + p_1) + p_2) + ...``, without rounding the result.
+
+    The sum is in float32 (in float64 for float64), not rounded afterwards.
+
+    Args:
+        parts: tensors of one shape and dtype, one for each rank.
+
+    Returns:
+        The sum, float32 or float64.
+    """
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part  # converted exactly
+    return total
 
 
 class Route:

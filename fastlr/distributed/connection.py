@@ -19,11 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastlr.distributed.backends import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
+from fastlr.distributed.backends import (
+    EXTENSION_DTYPES,
+    DeviceRoute,
+    HostRoute,
+    Route,
+    TorchRoute,
+    fixed_order_sum,
+)
 from fastlr.distributed.messaging import Board, check_timeout
 from fastlr.distributed.sharding import board_of, checked_group
 from fastlr.errors import DistributedError, InputError, one_line, warn
-from fastlr.ops.reference.reductions import fixed_order_sum
 
 REDUCTION_TIMEOUT = 600.0
 # Of each rank: two halves, that calls alternate between.

@@ -2,14 +2,13 @@
 
 The graph reads and writes memory where it is. So a captured function has inputs of its own, into
 which those of a call are copied, and results that each replay fills. It holds as long as the
-model's tensors are where they were and its attributes have the same values (`relied_on`).
+model's tensors are where they were and its attributes have the same values (`graph_key`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -117,38 +116,31 @@ def _capture_with_own_generator(graph: Any) -> None:
 NUMBERS = frozenset((bool, int, float, str))  # attributes that a capture may have read as constants
 
 
-def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
-    """Return what a graph relies on that reads a model and other tensors.
+def graph_key(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
+    """Return what a graph was captured with that reads a model and other tensors.
 
     These are the addresses and dtypes of tensors, and which are trained (their values may change);
-    numbers and texts among the attributes of each module, the code of its hooks, and its id.
+    numbers and texts among the attributes of each module, and the code of its hooks.
     """
     begin_pass(model)  # which puts back what passes have changed
-    tensors = *model.parameters(), *model.buffers()
-    own = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
     attributes = Attributes(model)
-    hooks = chain.from_iterable(held.values() for held in attributes.hooks)
-    held = [getattr(hook, "__code__", type(hook)) for hook in hooks]
-    held += [address(t) for _, t in attributes.tensors]
-    return own, tuple(map(address, others)), *held, *map(_constants, attributes.modules)
+    tensors = [t for _, t in attributes.tensors] + [*others]
+    memory = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)
+    hooks = [hook for held in attributes.hooks for hook in held.values()]
+    code = tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
+    return memory, code, *map(_constants, attributes.modules)
 
 
 def _constants(module: nn.Module) -> tuple:
-    """Return the numbers and texts that a capture may have read of a module, and its id.
-
-    Containers among the attributes are read one deep.
-    """
-    found: list[Any] = [id(module)]
-    for name, value in vars(module).items():
-        if name in INTERNAL:
-            continue
-        kind = type(value)
-        if kind in NUMBERS:
-            found.append((name, value))
-        elif kind in (list, tuple, dict):
-            entries = value.items() if kind is dict else enumerate(value)
-            found += [(name, key, entry) for key, entry in entries if type(entry) in NUMBERS]
-    return tuple(found)
+    """Return the numbers and texts of a module, and in its containers one deep; and its id."""
+    held: list[tuple[Any, Any]] = [
+        (name, value) for name, value in vars(module).items() if name not in INTERNAL
+    ]
+    for name, value in list(held):
+        if type(value) in (list, tuple, dict):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            held += [((name, key), entry) for key, entry in entries]
+    return id(module), *[entry for entry in held if type(entry[1]) in NUMBERS]
 
 
 class ShapeChanged(Exception):

@@ -11,15 +11,14 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.distributed.sharding import ALONE, Team
 from fastlr.errors import ModelError, first_line, warn
-from fastlr.estimator.ahead import Ahead
 from fastlr.estimator.capture import CudaRecorder
+from fastlr.estimator.compilation import compile_kernels, hash_triton_in_background
 from fastlr.estimator.cuda_graph import Replays
 from fastlr.estimator.memory import chunk_for_memory
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms
 from fastlr.ghost.verification.audit import Draw
-from fastlr.ops.compile_ahead import hash_triton_in_background
 from fastlr.ops.deferred_checks import out_of_memory
 
 BATCH_PROBE_SIZE = (
@@ -35,7 +34,6 @@ class Chunks:
 
     Attributes:
         size: inputs in a chunk of the measurement under way.
-        ahead: what compiles kernels before they are launched.
         replays: the chunks that are CUDA graphs.
         notes: for the user.
     """
@@ -46,7 +44,6 @@ class Chunks:
         if self.on_gpu and ops.has_triton():
             hash_triton_in_background()
         graphs = self.on_gpu and self.options.probe == "rademacher"
-        self.ahead = Ahead(passes)
         self.replays = Replays(passes, CudaRecorder if graphs else None)
         self.size = 0
         self.notes: list[str] = []
@@ -134,7 +131,7 @@ class Chunks:
         if table is not None:
             return ChunkNorms(list(self.passes.engine.parameters), table, self._routes)
         if self.on_gpu:
-            self.ahead.compile(start, stop)
+            compile_kernels(self.passes, start, stop)
         norms = self.passes.norms(start, stop, draw)
         self.replays.ran(stop - start)
         self._routes = norms.routes

@@ -193,12 +193,11 @@ class LocalRedundancy:
         for _ in range(ROUNDS):
             failed = self.engine.audits.failed
             run = self._run(members)
-            # read once, after all that was to be launched
-            values, sums, doubts = _read_together(
-                run.values, run.sums, self.chunks.replays.doubts()
-            )
-            run = _Run(values, sums, run.routes)
-            if holds_on_all(members, self.engine, self.chunks, failed, doubts):
+            holds = holds_on_all(members, self.engine, self.chunks, failed)
+            # The device is waited for once all is launched.
+            sums = None if run.sums is None else run.sums.cpu()
+            run = _Run(run.values.detach().cpu().double(), sums, run.routes)
+            if holds:
                 return run
         text = (
             f"audits or replays failed in each of {ROUNDS} measurements: values of the last one "
@@ -216,7 +215,6 @@ class LocalRedundancy:
         sums: Tensor | None = None
         routes: dict[str, str] = {}
         done, reached = 0, False
-        chunks.ahead.told = progress is not False
         with reporter(progress, total) as report:
             chunks.replays.begin()
             chunks.size = chunks.first_size(members)
@@ -310,8 +308,7 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             that is less.
         progress: True for a progress bar, False for none, or a function called as (done, total,
             value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
-            terminal or this is a notebook. There a first estimate says after two seconds that it
-            compiles kernels, unless this is False.
+            terminal or this is a notebook.
 
     Returns:
         An :class:`Estimate`, in nats per input per unit step size.
@@ -331,17 +328,6 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
 estimate.__signature__ = inspect.signature(EstimateOptions).replace(  # type: ignore[attr-defined]
     return_annotation=Estimate
 )
-
-
-def _read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return one-dimensional tensors on the host as float64, by one transfer.
-
-    They come from one device; None stays None.
-    """
-    there = [first, *(t.to(first.device) for t in others if t is not None)]
-    joined = torch.cat([t.detach().double() for t in there])
-    parts = iter(joined.cpu().split(list(map(len, there))))
-    return tuple(None if t is None else next(parts) for t in (first, *others))
 
 
 def _same_device(asked: torch.device, actual: torch.device) -> bool:

@@ -78,16 +78,16 @@ class Passes:
             return x
         return tree_map(lambda t: _move_samples(t, options.in_dim, stop - start), x)
 
-    def inputs_on_device(self) -> Callable[[Tensor, int], Any] | None:
-        """Return the function that makes inputs on the device, where the inputs have one.
+    def inputs_on_device(self, n: int) -> Callable[[Tensor], Any] | None:
+        """Return the function that makes ``n`` inputs on the device, where the inputs have one.
 
-        Its arguments are (number of the first [1] int64, how many).
+        Its argument is the number of the first, [1] int64.
         """
         options = self.options
         if options.in_dim != options.inputs_in_dim or not hasattr(options.inputs, "from_device"):
             return None
         return options.inputs.from_device(
-            seed=options.seed, device=self.view.device, dtype=self.dtype_on_device
+            n, seed=options.seed, device=self.view.device, dtype=self.dtype_on_device
         )
 
     @property

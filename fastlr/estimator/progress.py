@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import Timer
 from typing import Any
 
 OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
-LINE_PATIENCE = 2.0  # seconds before a line says what takes long
 
 
 @contextmanager
@@ -39,19 +37,6 @@ def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgr
                     update(done, total, value, stderr)
 
             yield report
-
-
-@contextmanager
-def late_line(text: str, wanted: bool) -> Iterator[None]:
-    """Print a line after `LINE_PATIENCE` seconds, where somebody may see it."""
-    line = Timer(LINE_PATIENCE, print, [text], {"file": sys.stderr})
-    line.daemon = True
-    if wanted and _watched():
-        line.start()
-    try:
-        yield
-    finally:
-        line.cancel()
 
 
 def _bar(total: int) -> AbstractContextManager[OnProgress]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
-from fastlr import ops
 from fastlr.distributed.sharding import Team, digests_of
 from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.identity import describe
@@ -67,44 +66,29 @@ def buffers_of_rank_0(members: Team, model: nn.Module) -> Iterator[None]:
             b.data.copy_(values)
 
 
-def holds_on_all(
-    members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None
-) -> bool:
+def holds_on_all(members: Team, engine: Engine, chunks: Chunks, failed: int) -> bool:
     """Return True if the measurement holds for all ranks.
 
     Otherwise all ranks change together what runs, to measure again.
 
     Args:
-        members: the ranks.
-        engine: this rank's.
-        chunks: this rank's.
-        failed: how many audits had failed before.
-        doubts: what `Replays.doubts` asked, read.
+        members: Ranks.
+        engine: Engine of this rank.
+        chunks: Chunks of this rank.
+        failed: Number of audits that had failed before.
     """
-    replays = chunks.replays
-    state = [
-        replays.clean(doubts),
-        ops.switched_off(),
-        sorted(engine.ledger.loop),
-        engine.audits.failed > failed,
-    ]
-    states = members.share(state)
-    if all(other == [True, *state[1:3], False] for other in states):
+    loop = sorted(engine.ledger.loop)
+    states = members.share([chunks.replays.hold(), loop, engine.audits.failed > failed])
+    if all(state == [True, loop, False] for state in states):
         return True
-    clean, off, loop, disproved = zip(*states, strict=True)
+    _, loops, disproved = zip(*states, strict=True)
     if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
         chunks.note(
             "an audit found that the model had changed: it was checked again and measured again"
         )
         engine.distrust()
     else:
-        engine.by_loop_from_now_on({name for names in loop for name in names})
-    # a kernel that one rank does not trust, none does
-    ops.switch_off([kernel for kernels in off for kernel in kernels])
-    if not all(clean) or any(kernels != off[0] for kernels in off):
-        replays.release()
-        replays.note = replays.note or "CUDA graph dropped: ranks differ in kernels or audits"
-        replays.failures += all(clean)
+        engine.by_loop_from_now_on({name for names in loops for name in names})
     return False
 
 

@@ -196,7 +196,7 @@ class Bilinear(Factor):
 class Conv(Factor):
     """Weight gradients of a convolution, from x [B, K, C, *] and g [B, K, O, *].
 
-    The geometry is as in reference.norms.conv_grads.
+    The geometry is as in fastlr.ops.convolution.conv_grads.
     """
 
     x: Tensor

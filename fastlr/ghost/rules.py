@@ -158,7 +158,7 @@ def rule(
     rows=first_axis,
 )
 def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight: see fastlr.ops.reference.norms.conv_grads. Bias: sum of g over positions."""
+    """Weight: see fastlr.ops.convolution.conv_grads. Bias: sum of g over positions."""
     site.require_axis(0)
     n = site.node
     g = site.split(site.g, 0)

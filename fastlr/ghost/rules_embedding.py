@@ -4,7 +4,7 @@ These are embedding, bags of embeddings and indexing. See fastlr.ghost.rules.
 
 The gradient of a table is g_t in the row that position t has picked; positions that pick the same
 row add up, so that the squared norm is the sum over the pairs with equal ids of <g_t, g_s> (see
-fastlr.ops.reference.norms).
+fastlr.ops.linear).
 """
 
 from __future__ import annotations

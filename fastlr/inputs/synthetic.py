@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,13 @@ from fastlr.ops.philox import (
     random_words,
     uniform_integers,
 )
-from fastlr.ops.shape_images import CIRCLE_RADII, RECTANGLE_SIDES, check_images, shape_bounds
+from fastlr.ops.shape_images import (
+    CIRCLE_RADII,
+    RECTANGLE_SIDES,
+    check_images,
+    shape_bounds,
+    shape_images,
+)
 
 Normalize = str | tuple | None
 
@@ -170,7 +175,8 @@ class ShapeImages(Generated):
             # The host need not wait for the GPU.
             table = table.pin_memory().to(index.device, non_blocking=True)
         options = self._options(seed, table, dtype)
-        return ops.get("shape_images_at", self._backend(index.device, options))(index, **options)
+        kernel = len(index) > 0 and self._by_kernel("shape_images_at", (index,), index, options)
+        return ops.get("shape_images_at", "triton" if kernel else "torch")(index, **options)
 
     def _make(
         self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
@@ -178,19 +184,19 @@ class ShapeImages(Generated):
         return self._images(start, stop, seed, device, dtype, self.table())
 
     def from_device(
-        self, *, seed: int, device: torch.device, dtype: torch.dtype | None
-    ) -> Callable[[Tensor, int], Tensor] | None:
-        """Return ``(first, n) -> batch(first, first + n)`` with ``first`` read on the GPU.
+        self, n: int, *, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return ``first -> batch(first, first + n)`` with ``first`` read on the GPU.
 
         ``first`` is a tensor, [1] int64. Where the Triton kernel does not serve, return None.
 
-        What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on
-        the host.
+        A CUDA graph needs it to be replayed for other images; the kernel waits for nothing on the
+        host.
         """
         options = self._options(seed, self.table().to(device), dtype)
-        if self._backend(device, options) != "triton":
+        if not self._by_kernel_from(indices(0, 1, device), n, options):
             return None
-        return partial(ops.get("shape_images_from", "triton"), **options)
+        return lambda first: ops.get("shape_images_from", "triton")(first, n, **options)
 
     def _images(
         self,
@@ -202,14 +208,21 @@ class ShapeImages(Generated):
         table: Tensor | None,
     ) -> Tensor:
         options = self._options(seed, table, dtype)
-        return ops.get("shape_images", self._backend(device, options))(
-            start, stop, device=device, **options
-        )
+        if device.type != "cuda" or start == stop:
+            return shape_images(start, stop, device=device, **options)
+        first, count = indices(start, start + 1, device), stop - start
+        if not self._by_kernel_from(first, count, options):
+            return shape_images(start, stop, device=device, **options)
+        return ops.get("shape_images_from", "triton")(first, count, **options)
+
+    def _by_kernel_from(self, first: Tensor, n: int, options: dict[str, Any]) -> bool:
+        """Return True if a kernel makes ``n`` images from the number in ``first`` on."""
+        ends = torch.cat([first, first + (n - 1)])
+        return self._by_kernel("shape_images_from", (first, n), ends, options)
 
     @staticmethod
-    def _backend(device: torch.device, options: dict[str, Any]) -> str:
-        kernel = device.type == "cuda" and ops.has_triton() and ops.images_agree(device, options)
-        return "triton" if kernel else "reference"
+    def _by_kernel(name: str, args: tuple, ends: Tensor, options: dict[str, Any]) -> bool:
+        return ends.is_cuda and ops.has_triton() and ops.images_agree(name, args, ends, options)
 
     def _options(
         self, seed: int, table: Tensor | None, dtype: torch.dtype | None

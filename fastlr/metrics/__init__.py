@@ -12,6 +12,7 @@ hooks, random states). Each returns a `Measure`: a float that carries the name o
   gradient.
 - `trainability`: how far a copy gets on random labels; `curvature_rank` and `ntk_rank`: of the
   Gauss-Newton matrix and of the neural tangent kernel on a few inputs.
+- `local_redundancy_exact`: Definition 3.1 of the paper itself, for models of a few parameters.
 - `measures`: any of those above by name, in as few passes as they need.
 """
 
@@ -22,6 +23,7 @@ from fastlr.metrics.activations import (
     feature_rank,
 )
 from fastlr.metrics.compute import measures
+from fastlr.metrics.exact import local_redundancy_exact
 from fastlr.metrics.gradients import gradient_measures, train_grad_norm
 from fastlr.metrics.probes import curvature_rank, ntk_rank, trainability
 from fastlr.metrics.value import Measure
@@ -36,6 +38,7 @@ __all__ = [
     "effective_rank",
     "feature_rank",
     "gradient_measures",
+    "local_redundancy_exact",
     "measures",
     "ntk_rank",
     "train_grad_norm",

@@ -1,7 +1,7 @@
 """What the ops on folded blocks take: the records that go whole through all of their twins.
 
 A block is a convolution, batch norm in eval mode, perhaps the sum with a residual, and an
-activation (fastlr.ops.reference.folded). Three records divide its arguments by when they exist:
+activation (fastlr.ops.folded). Three records divide its arguments by when they exist:
 
 - `Loaded`: a tensor that the block reads, different for every batch.
 - `Block`: what the model has made of the block, the same for every batch.
@@ -28,7 +28,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         tensor: [B, C, *spatial].
-        activation: a key of fastlr.ops.reference.folded.ACTIVATIONS.
+        activation: a key of fastlr.ops.activations.ACTIVATIONS.
         gate: one factor a sample and channel [B, C, 1, ...]; None for one.
         gradient_at_output: who reads it hands back the gradient at the activation's output, and
             somebody else applies the derivative; else the gradient at ``tensor``.
@@ -52,8 +52,8 @@ class Block(NamedTuple):
         weight: the model's own, W [O, C / groups, *kernel].
         folded: s W, of the same shape, in the dtype of the inputs.
         channels: numbers of the output channels [4, O]: folded bias, s, 1/sigma, bias - mean
-            (`fastlr.ops.reference.folded.fold_weights` gives both).
-        activation: a key of fastlr.ops.reference.folded.ACTIVATIONS.
+            (`fastlr.ops.folded.fold_weights` gives both).
+        activation: a key of fastlr.ops.activations.ACTIVATIONS.
         geometry: of the convolution, not transposed.
     """
 

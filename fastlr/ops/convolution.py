@@ -18,11 +18,37 @@ from torch import Tensor
 
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import CACHED, chunks, linear_sq_norms, raised, square_sum
-from fastlr.ops.reference.norms import conv_grads as conv_grads
 
 # Of one sample's input: below, calls for each sample cost more than a copy of the batch.
 FEW_BYTES = 1 << 19
 aten = torch.ops.aten
+
+
+def conv_grads(
+    x: Tensor,  # [B, K, C, *spatial]
+    g: Tensor,  # [B, K, O, *spatial']
+    weight: Tensor,  # [O, C / groups, *kernel]
+    geometry: ConvGeometry,
+) -> Tensor:  # [B, *weight.shape]
+    """Weight gradient of each sample of a convolution.
+
+    Args:
+        x: inputs ``[B, K, C, *spatial]``; each sample owns K images.
+        g: output gradients ``[B, K, O, *spatial']``.
+        weight: the weight, for its shape ``[O, C/groups, *kernel]`` (``[C, O/groups, *kernel]`` if
+            transposed).
+        geometry: stride, padding, dilation, transposition and groups.
+
+    Returns:
+        ``[B, *weight.shape]`` in the dtype of ``g``.
+    """
+    # torch's own is wrong for some grouped convolutions whose channels are last in memory
+    x, g, weight = x.contiguous(), g.contiguous(), weight.to(g.dtype).contiguous()
+    backward = torch.ops.aten.convolution_backward
+    mask = [False, True, False]
+    return torch.stack(
+        [backward(gb, xb, weight, None, *geometry, mask)[1] for xb, gb in zip(x, g, strict=True)]
+    )
 
 
 def conv_sq_norms(
@@ -31,9 +57,12 @@ def conv_sq_norms(
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
 ) -> Tensor:  # [B]
-    """See the definition of that name; the shapes choose how it is computed.
+    """Return the squared norm [B] of each sample's convolution weight gradient, in float64.
 
-    Either as a matrix product, by Gram matrices, or from the gradients themselves.
+    The arguments are as in `conv_grads`.
+
+    The shapes choose how it is computed: as a matrix product, by Gram matrices, or from the
+    gradients themselves.
     """
     x, g = raised(x), raised(g)
     kernel = tuple(weight.shape[2:])

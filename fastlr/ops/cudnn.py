@@ -10,7 +10,6 @@ the last puts it back.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -113,15 +112,3 @@ def _fixed_order() -> Iterator[None]:
 
 
 _switch, _repeatable = _Switch(), SharedContext(_fixed_order)
-
-
-def _forked() -> None:
-    """Forget the contexts of the threads that a forked process has not."""
-    global _switch, _repeatable
-    if _switch.holders.total():
-        enable_cudnn(_switch.of_user)
-    _switch, _repeatable = _Switch(), SharedContext(_fixed_order)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

@@ -1,169 +1,179 @@
-"""The table of the ops: op -> backend -> function.
+"""The table of the ops, and the choice of what runs one.
 
-The reference is the definition; the other backends are tested against it.
+Every op has a function in plain torch, and most have a Triton kernel (kernels/), which serves on a
+GPU. Functions are imported on first use, so that importing fastlr never imports triton.
 
-Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch,
-fastlr.ops), ``triton`` (kernels/). Functions are imported on first use, so that importing fastlr
-never imports triton.
-
-`run` chooses the backend. Plain torch serves wherever a kernel does not, and `_by_kernel` is the
-one function that says so, by NotImplemented: the kernel does not cover the call, Triton cannot
-compile it, or it is not trusted (fastlr.ops.kernel_checks: it disagreed with plain torch at the
-first call of a kind, as which every new compiled variant counts, or cannot be compared now).
+A kernel is trusted by one comparison: at the first call of each size, dtype and layout, all of its
+result is compared with plain torch (fastlr.ops.kernel_checks). Where they differ, or where Triton
+cannot compile the kernel, plain torch serves the op from then on, and a warning says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import prod
 from subprocess import CalledProcessError
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastlr.errors import warn
-from fastlr.ops import kernel_checks
 from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import may_wait_for_device
-from fastlr.ops.kept_comparisons import KeptComparisons
+from fastlr.ops.kernel_checks import as_given, compared
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
-_OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
-    # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
-    # axis 0 (records: all of their tensors have them)
-    "shape_images": ("ops.shape_images", None, "kernels.shape_images", ()),
-    "shape_images_from": ("ops.shape_images", None, "kernels.shape_images", ()),
-    "shape_images_at": ("ops.shape_images", None, "kernels.shape_images", (0,)),
-    "linear_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.linear_norms", (0, 1)),
-    "column_sq_norms": ("ops.reference.norms", "ops.linear", None, (0, 1)),
-    "dense_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.row_norms", (0,)),
-    "one_row_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.row_norms", (0, 1)),
-    "conv_sq_norms": ("ops.reference.norms", "ops.convolution", "kernels.conv_norms", (0, 1)),
-    "conv_grads": ("ops.reference.norms", "ops.convolution", None, (0, 1)),
-    "embedding_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.embedding_norms", (0, 1)),
-    "channel_sums": ("ops.reference.norms", "ops.linear", "kernels.channel_sums", (0, 1, 2)),
-    "layer_norm_sums": (
-        "ops.reference.norms",
-        "ops.linear",
-        "kernels.layer_norm_sums",
-        (0, 1, 2, 3),
-    ),
-    "rms_norm_sums": ("ops.reference.norms", "ops.linear", "kernels.layer_norm_sums", (0, 1, 2)),
-    "broadcast_sums": ("ops.reference.norms", "ops.linear", "kernels.broadcast_sums", (0, 1)),
-    "categorical_root_cotangent": (
-        "ops.reference.fisher",
-        "ops.fisher",
-        "kernels.fisher_root",
-        (0, 1),
-    ),
-    "fold_weights": ("ops.reference.folded", "ops.folded", "kernels.fold_weights", ()),
-    "folded_conv": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 2)),
-    "activation_grad": ("ops.reference.folded", "ops.folded", None, (0, 1)),
-    "gate_grad": ("ops.reference.folded", "ops.folded", None, (0, 1, 2)),
-    "folded_conv_sq_norms": ("ops.reference.folded", "ops.folded", "kernels.conv_norms", (0, 1, 3)),
-    "folded_conv_backward": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 1, 2, 5)),
+
+class Op(NamedTuple):
+    """One op.
+
+    Attributes:
+        torch: Module of its function in plain torch.
+        kernel: Module of its Triton kernel, or None.
+        samples: Positions of the arguments that have samples along axis 0; all tensors of a record.
+    """
+
+    torch: str
+    kernel: str | None
+    samples: tuple[int, ...]
+
+
+TABLE = {
+    "shape_images_from": Op("shape_images", "shape_images", ()),
+    "shape_images_at": Op("shape_images", "shape_images", (0,)),
+    "linear_sq_norms": Op("linear", "linear_norms", (0, 1)),
+    "column_sq_norms": Op("linear", None, (0, 1)),
+    "dense_sq_norms": Op("linear", "row_norms", (0,)),
+    "one_row_sq_norms": Op("linear", "row_norms", (0, 1)),
+    "conv_sq_norms": Op("convolution", "conv_norms", (0, 1)),
+    "conv_grads": Op("convolution", None, (0, 1)),
+    "embedding_sq_norms": Op("linear", "embedding_norms", (0, 1)),
+    "channel_sums": Op("linear", "channel_sums", (0, 1, 2)),
+    "layer_norm_sums": Op("linear", "layer_norm_sums", (0, 1, 2, 3)),
+    "rms_norm_sums": Op("linear", "layer_norm_sums", (0, 1, 2)),
+    "broadcast_sums": Op("linear", "broadcast_sums", (0, 1)),
+    "categorical_root_cotangent": Op("fisher", "fisher_root", (0, 1)),
+    "fold_weights": Op("folded", "fold_weights", ()),
+    "folded_conv": Op("folded", "folded", (0, 2)),
+    "activation_grad": Op("folded", None, (0, 1)),
+    "gate_grad": Op("folded", None, (0, 1, 2)),
+    "folded_conv_sq_norms": Op("folded", "conv_norms", (0, 1, 3)),
+    "folded_conv_backward": Op("folded", "folded", (0, 1, 2, 5)),
 }
-TABLE: dict[str, dict[str, str]] = {}  # op -> backend -> module
-SAMPLES: dict[str, tuple[int, ...]] = {}  # op -> its arguments that have samples
-for _name, (_reference, _torch, _triton, _samples) in _OPS.items():
-    _modules = {"reference": _reference, "torch": _torch, "triton": _triton}
-    TABLE[_name] = {
-        backend: f"fastlr.{module}" for backend, module in _modules.items() if module is not None
-    }
-    SAMPLES[_name] = _samples
-
-
-@cache
-def get(name: str, backend: str) -> Callable[..., Any]:
-    """Return the function that implements op ``name`` on ``backend``.
-
-    It is the function of that name in the backend's module (KeyError if there is none).
-    """
-    return getattr(import_module(TABLE[name][backend]), name)
-
-
-def backends(name: str) -> tuple[str, ...]:
-    """Return the backends that implement op ``name``."""
-    return tuple(TABLE[name])
-
-
-def twin(name: str) -> Callable[..., Any]:
-    """Return the function that serves op ``name`` where its kernel does not.
-
-    It is plain torch, or else the definition.
-    """
-    return get(name, "torch" if "torch" in TABLE[name] else "reference")
+MOST_CALLS = 1 << 16  # compared calls that are remembered
 
 
 class Choice(NamedTuple):
-    """Which backend ops are asked of, and how far it is trusted.
+    """How ops run.
 
     Attributes:
-        backend: The one that `using` names; None: Triton on a GPU, else plain torch.
-        checked: Kernels are held to plain torch at the first call of each kind.
-        by_twins: Models run in the blocks that the backend has, and plain torch serves them.
-        noted: Called with each launch of a kernel, which is not made: plain torch serves.
+        backend: "torch" or "triton"; None for Triton on a GPU, else plain torch.
+        checked: Whether kernels are compared with plain torch.
+        note: Function that is called with each launch of a kernel; nothing is launched, and plain
+            torch serves. None to launch.
     """
 
     backend: str | None = None
     checked: bool = True
-    by_twins: bool = False
-    noted: Callable[..., None] | None = None
+    note: Callable[..., None] | None = None
 
 
-_LAST_OF_LOW_WORD = (1 << 32) - 2  # number of an image; the next but one needs the high word, too
-# Of the process, not of a context: the backward pass on a GPU runs in another thread.
+class Trust:
+    """What comparisons of kernels with plain torch have shown in this process.
+
+    Attributes:
+        compared: Deviations of calls that agreed, in parts of what is allowed. The first part of a
+            key is the op.
+        switched_off: Ops that plain torch serves from now on, with the reasons.
+    """
+
+    def __init__(self) -> None:
+        self.compared = Recent[tuple, float](MOST_CALLS)
+        self.switched_off: dict[str, str] = {}
+
+    def switch_off(self, name: str, reason: str) -> None:
+        """Let plain torch serve an op, and warn."""
+        self.switched_off[name] = reason
+        warn(f"{name}: {reason}. Plain torch serves this op from now on, slower and right")
+
+
+# One for the process, not for a context: the backward pass on a GPU runs in another thread.
 _choice = Choice()
-_one_notes = Lock()
-_comparisons = kernel_checks.Comparisons()
+_trust = Trust()
+
+
+@cache
+def get(name: str, backend: str) -> Callable[..., Any]:
+    """Return the function that implements op ``name`` on ``backend``, "torch" or "triton".
+
+    Raises KeyError if there is none.
+    """
+    op = TABLE[name]
+    if backend == "torch":
+        return getattr(import_module(f"fastlr.ops.{op.torch}"), name)
+    if backend != "triton" or op.kernel is None:
+        raise KeyError(f"{name} has no backend {backend}")
+    return getattr(import_module(f"fastlr.kernels.{op.kernel}"), name)
+
+
+def with_kernels() -> list[str]:
+    """Return the ops that have a kernel."""
+    return [name for name, op in TABLE.items() if op.kernel is not None]
 
 
 @contextmanager
-def using(backend: str | None, *, checked: bool = False, twins: bool = False) -> Iterator[None]:
+def using(backend: str | None) -> Iterator[None]:
     """Run ops on this backend where it has them, for tests and benchmarks.
 
-    ``None``: the backend goes by the device, as usual.
-
-    ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``:
-    models run in the blocks that this backend has, and plain torch serves them.
+    Args:
+        backend: "torch", or "triton" for kernels that are not compared with plain torch; None for
+            the usual choice.
     """
-    global _choice
-    before, _choice = _choice, Choice(backend, checked or backend is None, twins)
-    try:
-        yield
-    finally:
-        _choice = before
+    yield from _choosing(Choice(backend, checked=backend is None))
 
 
 @contextmanager
-def noting_launches(note: Callable[..., None]) -> Iterator[None]:
-    """Note the launches that a GPU would make, and let plain torch serve.
+def comparing() -> Iterator[Trust]:
+    """Run ops by kernels on every device, and compare them as if none had been compared.
+
+    What it yields tells the outcome, which is forgotten afterwards.
+    """
+    global _trust
+    before, _trust = _trust, Trust()
+    try:
+        with contextmanager(_choosing)(Choice("triton")):
+            yield _trust
+    finally:
+        _trust = before
+
+
+@contextmanager
+def noting_launches(note: Callable[..., None] = lambda *launch: None) -> Iterator[None]:
+    """Run models in the form that kernels serve, but let plain torch serve.
 
     Args:
-        note: called with a kernel, its arguments, and its constants and options.
-
-    Raises:
-        RuntimeError: another thread does so, too.
+        note: Function that is called with each launch that a GPU would make: a kernel, its
+            arguments, its constants and options.
     """
+    yield from _choosing(Choice("triton", note=note))
+
+
+def _choosing(choice: Choice) -> Iterator[None]:
     global _choice
-    if not _one_notes.acquire(blocking=False):
-        raise RuntimeError("another thread notes launches")
-    before, _choice = _choice, Choice("triton", checked=False, noted=note)
+    before, _choice = _choice, choice
     try:
         yield
     finally:
         _choice = before
-        _one_notes.release()
 
 
 def backend_for(*args: Any) -> str:
-    """The backend that an op on these arguments is first asked of."""
+    """Return the backend that an op on these arguments is first asked of."""
     if _choice.backend is not None:
         return _choice.backend
     return "triton" if has_triton() and _on_gpu(args) else "torch"
@@ -172,175 +182,108 @@ def backend_for(*args: Any) -> str:
 def run(name: str, *args: Any) -> Any:
     """Run op ``name`` by its Triton kernel on a GPU, else in plain torch.
 
-    Plain torch serves also where no kernel does.
+    Plain torch serves also where the kernel does not cover the call or is not trusted.
     """
-    backend = backend_for(*args)
-    if backend not in TABLE[name] or _choice.by_twins:
-        backend = "torch"
-    if backend == "triton":
-        if _choice.noted is not None:
-            return _by_twin_as_the_kernel_gives_it(name, args, _choice.noted)
-        result = _by_kernel(name, args)
-        if result is not NotImplemented:
-            return result
-        backend = "torch"
-    return get(name, backend)(*args)
-
-
-def switched_off() -> list[list[str]]:
-    """Return the kernels that were found to disagree with plain torch in this process.
-
-    A sorted list of [op, signature], for JSON.
-    """
-    return _comparisons.switched_off()
-
-
-def switch_off(kernels: list[list[str]]) -> None:
-    """Leave to plain torch what `switched_off` has given, in another process perhaps."""
-    for name, signature in kernels:
-        _comparisons.switch_off(name, signature)
-
-
-@contextmanager
-def compared_anew() -> Iterator[None]:
-    """Compare kernels within it as if none had been compared, on this machine or in this process.
-
-    What is found within it is forgotten but for what is kept on disk.
-    """
-    global _comparisons
-    before = _comparisons
-    _comparisons = kernel_checks.Comparisons(KeptComparisons(believed=False))
-    try:
-        yield
-    finally:
-        _comparisons = before
-
-
-def _by_twin_as_the_kernel_gives_it(
-    name: str, args: tuple[Any, ...], note: Callable[..., None]
-) -> Any:
-    """Return the result of plain torch with dtypes and strides of the kernel's, and note launches.
-
-    So what comes after it is launched as after the kernel.
-    """
-    right = twin(name)(*args)
-    with import_module("fastlr.kernels.launching").noting(note):
-        empty = get(name, "triton")(*args)
-    if empty is NotImplemented:
-        return right
-    values, form = tree_flatten(right)
-    made: dict[int, Any] = {}  # one tensor that is given twice stays one
-    given = []
-    for value, like in zip(values, tree_flatten(empty)[0], strict=True):
-        if id(like) not in made:
-            made[id(like)] = kernel_checks.as_given(value, like)
-        given.append(made[id(like)])
-    return tree_unflatten(given, form)
+    result = NotImplemented
+    if TABLE[name].kernel is not None and backend_for(*args) == "triton":
+        result = _by_kernel(name, args) if _choice.note is None else _noted(name, args)
+    return get(name, "torch")(*args) if result is NotImplemented else result
 
 
 def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the result of an op's kernel for this call; NotImplemented where plain torch serves.
-
-    A kernel that is held to plain torch is compared at the first call of a kind.
-    """
+    """Return the result of an op's kernel; NotImplemented where plain torch has to serve."""
     if not _choice.checked:
         return get(name, "triton")(*args)
+    if name in _trust.switched_off:
+        return NotImplemented
     key = _key_of_call(name, args)
-    serves = _comparisons.serves.get(key)
-    if serves is None:
-        return _at_first_call(name, args, key)
-    return _launched(name, args, key) if serves else NotImplemented
-
-
-def _at_first_call(name: str, args: tuple[Any, ...], key: tuple) -> Any:
-    """Do as `_by_kernel` for a call that was not made yet, and note whether the kernel serves it.
-
-    Nothing is noted where that cannot be told now: it is asked again at the next such call.
-    """
-    samples = SAMPLES[name]
-    kind = kernel_checks.kind_of_call(_kernel_launcher(name), args, samples)
-    if _comparisons.off(name, kind):
-        _comparisons.serves.put(key, False)
-        return NotImplemented
-    was_compared = _comparisons.known(name, kind, args)
-    can_be_compared = may_wait_for_device() and not _capturing()
-    if not was_compared and not can_be_compared:
-        return NotImplemented
-    result = _launched(name, args, key)
-    serves: bool | None = result is not NotImplemented
-    if serves and not was_compared:
-        kernel = get(name, "triton")
-        serves = _comparisons.agrees(name, kind, kernel, twin(name), args, samples, result)
-        memory_did_not_suffice = serves is None
-        if memory_did_not_suffice:
-            return result
-    _comparisons.serves.put(key, bool(serves))
-    return result if serves else NotImplemented
-
-
-def _launched(name: str, args: tuple[Any, ...], key: tuple) -> Any:
-    """Return the kernel's result, or NotImplemented where Triton cannot compile it.
-
-    Then plain torch serves this call from now on.
-    """
-    try:
+    if key in _trust.compared:
         return get(name, "triton")(*args)
-    except Exception as error:
-        if _choice.backend is not None or not _is_compilers(error):
-            raise
-        _warn_uncompiled(name, error)
-        _comparisons.serves.put(key, False)
-        return NotImplemented
-
-
-def _kernel_launcher(name: str) -> Callable[..., Any] | None:
-    """Return the function that launches the kernel of an op; None where Triton is not installed."""
-    if not find_spec("triton"):
-        return None
-    return getattr(import_module(TABLE[name]["triton"]), name)
-
-
-def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
-    """Return True if the kernels of shape images give every bit of the definition.
-
-    They are compared once for these options.
-    """
-    kind = repr({name: given for name, given in options.items() if name not in ("table", "seed")})
-    key = (str(device), kind)
-    known = _comparisons.serves.get(key)
-    if known is not None:
-        return known
     if not may_wait_for_device():
-        return False
-    some = max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"])))
-    first = torch.full((1,), _LAST_OF_LOW_WORD, dtype=torch.int64, device=device)
-    numbers = first + torch.arange(some, device=device)
-    agree = [
-        _image_kernel_agrees("shape_images_from", (first, some), options, kind),
-        _image_kernel_agrees("shape_images_at", (numbers,), options, kind),
-    ]
-    return _comparisons.serves.put(key, all(agree))
+        return NotImplemented  # nothing can be compared while a CUDA graph is captured
+    result = _compiled(name, args, {})
+    if result is NotImplemented:
+        return result
+    deviation = compared(get(name, "torch"), args, TABLE[name].samples, result)
+    if deviation.share > 1:
+        tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        _trust.switch_off(
+            name,
+            f"its Triton kernel is off by {deviation.relative:.2g} of the result of plain torch "
+            f"for tensors of {shapes} ({dtypes}), {deviation.share:.2g} times what rounding "
+            "explains. Please report it with what `fastlr doctor --kernels` prints",
+        )
+        return NotImplemented
+    if not deviation.is_empty:
+        _trust.compared.put(key, deviation.share)
+    return result
 
 
-def _image_kernel_agrees(
-    name: str, args: tuple[Any, ...], options: dict[str, Any], kind: str
-) -> bool:
-    """Return True if a kernel of shape images gives every bit of the definition for these."""
-    if _comparisons.off(name, kind):
-        return False
-    kernel = partial(get(name, "triton"), **options)
-    definition = partial(get(name, "reference"), **options)
+def _compiled(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the result of an op's kernel; NotImplemented where Triton cannot compile it."""
     try:
-        return bool(_comparisons.agrees(name, kind, kernel, definition, args, SAMPLES[name]))
+        return get(name, "triton")(*args, **options)
     except Exception as error:
         if not _is_compilers(error):
             raise
-        _warn_uncompiled(name, error)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # Of the code that launches a kernel.
+        built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
+        remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
+        _trust.switch_off(
+            name,
+            f"Triton could not compile or load its kernel for this call ({lines[-1][:200]}). "
+            f"Remedy: {remedy} (`fastlr doctor` shows the versions)",
+        )
+        return NotImplemented
+
+
+def _noted(name: str, args: tuple[Any, ...]) -> Any:
+    """Note the launches of an op, and return plain torch's result as the kernel would give it.
+
+    Dtypes and strides are the kernel's, so that what follows is launched as after the kernel.
+    """
+    with import_module("fastlr.kernels.launching").noting(_choice.note):
+        empty = get(name, "triton")(*args)
+    if empty is NotImplemented:
+        return empty
+    values, form = tree_flatten(get(name, "torch")(*args))
+    made: dict[int, Any] = {}  # one tensor that is given twice stays one
+    for value, like in zip(values, tree_flatten(empty)[0], strict=True):
+        made.setdefault(id(like), as_given(value, like))
+    return tree_unflatten([made[id(like)] for like in tree_flatten(empty)[0]], form)
+
+
+def images_agree(
+    name: str, args: tuple[Any, ...], numbers: Tensor, options: dict[str, Any]
+) -> bool:
+    """Return True if a kernel of shape images gives every bit of plain torch.
+
+    The first and the last image are compared, once for each of these options and sizes.
+
+    Args:
+        name: Op, "shape_images_from" or "shape_images_at".
+        args: Its arguments.
+        numbers: Numbers of the images, or of the first and the last one; int64.
+        options: Its keyword arguments.
+    """
+    sizes = [len(a) if isinstance(a, Tensor) else a for a in args]
+    kind = [value for key, value in options.items() if key not in ("table", "seed")]
+    key = (name, numbers.get_device(), *sizes, repr(kind))
+    if name in _trust.switched_off:
         return False
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if key in _trust.compared or not may_wait_for_device():
+        return key in _trust.compared
+    made = _compiled(name, args, options)
+    if made is NotImplemented:
+        return False
+    if torch.equal(made[[0, -1]], get("shape_images_at", "torch")(numbers[[0, -1]], **options)):
+        _trust.compared.put(key, 0.0)
+        return True
+    _trust.switch_off(name, f"its Triton kernel gives other images than plain torch for {kind}")
+    return False
 
 
 def _key_of_call(name: str, args: tuple[Any, ...]) -> tuple:
@@ -351,11 +294,11 @@ def _key_of_call(name: str, args: tuple[Any, ...]) -> tuple:
     parts: list[Any] = [name]
     for a in leaves(args):
         if isinstance(a, Tensor):
-            parts += (a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.get_device())
+            parts += (a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.get_device())
         elif type(a) is list:
             parts.append(tuple(a))
-        elif type(a) is int:  # a seed: kernels know of it what they know of every number
-            parts.append(kernel_checks.divisor(a))
+        elif type(a) is int:  # a seed, of which the compiler knows this
+            parts += (a == 1, a % 16 == 0)
         elif type(a) is not float:
             parts.append(a)
     return tuple(parts)
@@ -385,21 +328,6 @@ _TRITON_SAYS = (
     "Triton Error [CUDA]: a PTX JIT compilation failed",
     "Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain",
 )
-
-
-def _warn_uncompiled(name: str, error: Exception) -> None:
-    if name in _comparisons.uncompiled:
-        return
-    _comparisons.uncompiled.add(name)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Of the code that launches a kernel.
-    built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
-    remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
-    warn(
-        f"{name}: Triton could not compile or load its kernel for this call ({lines[-1][:200]}); "
-        f"plain torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the "
-        "versions)."
-    )
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:

@@ -1,6 +1,4 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.fisher, and draws for all predictives.
-
-The ops have the names and signatures of their definitions.
+"""Cotangents of a softmax in plain torch, and draws for all predictives.
 
 Softmax cotangents are made in blocks that stay in the cache: with large vocabularies nothing as
 large as the logits is held but the result.
@@ -91,7 +89,20 @@ def categorical_root_cotangent(
     index: Tensor,  # [B]
     seed: int,
 ) -> Tensor:  # [B, P, C]
-    """See fastlr.ops.reference.fisher.categorical_root_cotangent."""
+    """Rademacher cotangents: `householder_root` of each position's softmax, times random signs.
+
+    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words
+    in the stream "cotangent".
+
+    Args:
+        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN,
+            +inf or only -inf leave no distribution, all of the position is NaN.
+        index: global numbers of the samples [B], int64.
+        seed: of the signs, from 0 to 2^64 - 1.
+
+    Returns:
+        [B, P, C], float64.
+    """
     v = torch.empty(z.shape, dtype=torch.float64, device=z.device)
     values = categorical_values(z, "rademacher", index, seed)
     for samples, positions in blocks(z.shape, z.device):

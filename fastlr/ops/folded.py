@@ -1,6 +1,15 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.folded.
+"""Convolution, batch norm in eval mode and activation as one op, in plain torch.
 
-Names and signatures are those of the definitions; inputs stay in their dtype.
+With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sample b and output
+channel c, M_bc the gradient of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the
+folded bias, the gradients of the original parameters are
+
+    dW_c = s_c M_c      dgamma_c = (<W_c, M_c> + (bias_c - mean_c) S_c) / sigma_c
+    dbeta_c = S_c       dbias_c = s_c S_c
+
+so one pass over the inputs and the gradients at the folded convolution's output gives the norms of
+all of them. Throughout, x is [B, C, *spatial] with one image a sample, outputs are [B, O,
+*spatial']; inputs stay in their dtype.
 
 The backward pass goes through the batch a few samples at a time, so that the gradient before the
 activation stays in the cache between its three uses (input gradient, weight gradients, sums) and no
@@ -18,12 +27,12 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ops import gram
+from fastlr.ops.activations import ACTIVATIONS, KEEPS_OUTPUT, value_of
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.convolution import conv_sq_norms, gram_pays, weight_grads
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
 from fastlr.ops.pointwise import input_gradient
-from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT, value_of
 
 SLICE_BYTES = 8 << 20  # of gradients worked on at once on a CPU
 aten = torch.ops.aten
@@ -35,7 +44,19 @@ def folded_conv(
     residual: Loaded | None = None,  # [B, O, *spatial']
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
-    """See fastlr.ops.reference.folded.folded_conv."""
+    """Return the activation of a folded convolution, or of its sum with a residual.
+
+    Args:
+        x: what is convolved [B, C, *spatial].
+        block: its folded weight and bias, activation and geometry are looked at.
+        residual: added before the activation, without a gate [B, O, *spatial'].
+        mean: return (the activation's input, the mean of the activation over all positions [B, O,
+            1, ...]) instead.
+
+    Returns:
+        (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT,
+        else the activation's input; both [B, O, *spatial'] in the dtype of ``x``.
+    """
     inputs, activation = value_of(x), block.activation
     added = None if residual is None else value_of(residual)
     pre = aten.convolution(inputs, block.folded, block.bias.to(inputs.dtype), *block.geometry)
@@ -126,7 +147,13 @@ def activation_grad(
     kept: Tensor,  # [...]
     act: str,
 ) -> Tensor:  # [...]
-    """See fastlr.ops.reference.folded.activation_grad."""
+    """Return the gradient at the input of an activation from the one at its output.
+
+    ``kept`` is as returned by `folded_conv`.
+
+    ReLU and ReLU6 pass nothing where the output is at a bound. Shapes and dtype are those of
+    ``grad``.
+    """
     if act == "none":
         return grad
     if act == "relu":
@@ -145,7 +172,15 @@ def gate_grad(
     x: Tensor,  # [B, C, *spatial]
     gate: Tensor,  # [B, C, 1, ...]
 ) -> tuple[Tensor, Tensor]:  # of the shapes of x and gate
-    """See fastlr.ops.reference.folded.gate_grad.
+    """Gradients of ``x * gate``, of which ``gate`` has one number for each sample and channel.
+
+    Args:
+        g: gradient of the product [B, C, *spatial].
+        x: [B, C, *spatial].
+        gate: [B, C, 1, ...].
+
+    Returns:
+        (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
 
     On a CPU it goes sample by sample, so that the product stays in the cache.
     """
@@ -166,7 +201,22 @@ def folded_conv_sq_norms(
     block: Block,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
-    """See fastlr.ops.reference.folded.folded_conv_sq_norms. Sums in float32 at least."""
+    """Return the squared norms of the gradients of a folded convolution's parameters.
+
+    They are computed from sums over positions alone.
+
+    Args:
+        x: inputs [B, C, *spatial].
+        g: gradients at the folded convolution's output (before the activation) [B, O, *spatial'].
+        block: its unfolded weight, statistics and geometry are looked at.
+        product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is
+            known: <W_c, M_bc> is also its sum with ``g``. Not needed here.
+
+    Returns:
+        Of weight, bias, gamma and beta, [B] each, float64.
+
+    Sums in float32 at least.
+    """
     if ops.backend_for(x) == "triton" and gram.serves_norms(x, g, block):
         return gram.gram_sq_norms(x, g, block)
     x, g, geometry = raised(x), raised(g), block.geometry
@@ -198,7 +248,19 @@ def folded_conv_backward(
     want_input: bool,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
-    """See fastlr.ops.reference.folded.folded_conv_backward.
+    """Compute the whole backward pass of a folded block: input gradient and squared norms.
+
+    Args:
+        x: what was convolved.
+        gradients: at all that the block has given out.
+        kept: from `folded_conv`.
+        block: as in `folded_conv`, all of it.
+        want_input: compute the input gradient too.
+        product: as in `folded_conv_sq_norms`.
+
+    Returns:
+        (gradient of x in its dtype or None, *what `folded_conv_sq_norms` returns*), and where there
+        is a gate its gradient.
 
     It runs the parts of the backward pass in turn, on a CPU for a few samples at a time.
     """
@@ -245,7 +307,23 @@ def fold_weights(
     eps: tuple[float, ...],
     *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
 ) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
-    """See fastlr.ops.reference.folded.fold_weights. In float32 at least."""
+    """Fold batch norms into the weights and biases of the convolutions before them.
+
+    The batch norms use their running statistics.
+
+    Args:
+        dtype: of the folded weights.
+        eps: added to the variance, one number a convolution.
+        tensors: six a convolution: weight W [O, C/groups, *kernel]; bias of the convolution or None
+            for zero; weight of the batch norm or None for one; its bias or None for zero; running
+            mean; running variance; the last five [O].
+
+    Returns:
+        For each: (s W in ``dtype``, numbers of the channels [4, O], float64: beta + s (bias -
+            mean), s, 1/sigma, bias - mean).
+
+    In float32 at least.
+    """
     results = []
     for i, one in enumerate(eps):
         results.append(_folded(dtype, one, *tensors[6 * i : 6 * i + 6]))

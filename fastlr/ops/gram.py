@@ -115,7 +115,7 @@ def gram_sq_norms(
     g: Tensor,  # [B, O, H', W']
     block: Block,
 ) -> tuple[Tensor, ...]:  # four of [B]
-    """Return what `fastlr.ops.reference.folded.folded_conv_sq_norms` defines, by Gram matrices.
+    """Return what `fastlr.ops.folded.folded_conv_sq_norms` defines, by Gram matrices.
 
     Gamma's gradient has the digits of a 16-bit y, as in torch's own backward pass of batch norm.
     """

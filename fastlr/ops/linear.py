@@ -1,6 +1,7 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.norms.
+"""Per-sample sums and squared gradient norms in plain torch, of all layers but convolutions.
 
-Names and signatures are those of the definitions; the form is chosen by its cost, from shapes.
+Throughout, ``B`` is the number of samples; a sample may own several rows. Sums are float32 or
+wider. The form of a product is chosen by its cost, from shapes.
 
 Low-precision inputs are raised to float32 before products, so that sums are accumulated in float32
 at least. The choice depends on shapes alone: the same call gives the same bits.
@@ -61,7 +62,7 @@ def square_sum(t: Tensor) -> Tensor:
 def dense_sq_norms(
     grads: Tensor,  # [B, ...]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.dense_sq_norms."""
+    """Squared norm of each sample's gradient, which is given. Returns [B], float64."""
     return grads.reshape(len(grads), -1).double().square().sum(1)
 
 
@@ -69,7 +70,17 @@ def one_row_sq_norms(
     a: Tensor,  # [B, I]
     g: Tensor,  # [B, O]
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """See fastlr.ops.reference.norms.one_row_sq_norms."""
+    """Return the squared norms of the gradients of a weight and of a bias, g a^T and g.
+
+    Where a sample is one row of a product with a bias.
+
+    Args:
+        a: inputs [B, I].
+        g: output gradients [B, O].
+
+    Returns:
+        ||g a^T||_F^2 and ||g||^2 of each sample, float64.
+    """
     of_bias = dense_sq_norms(g)
     return of_bias * dense_sq_norms(a), of_bias
 
@@ -78,7 +89,14 @@ def linear_sq_norms(
     a: Tensor,  # [B, N, T, I]
     g: Tensor,  # [B, N, T, O]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.linear_sq_norms.
+    """Squared Frobenius norm of each sample's weight gradient sum_t g_t a_t^T of a matrix product.
+
+    Args:
+        a: inputs [B, N, T, I]; N independent products (groups, heads), T rows.
+        g: output gradients [B, N, T, O].
+
+    Returns:
+        [B], float64: sum over n of ||G_n^T A_n||_F^2.
 
     It has three forms: one row, Gram matrices, or the product itself.
     """
@@ -113,7 +131,17 @@ def column_sq_norms(
     a: Tensor,  # [B, T, I]
     g: Tensor,  # [B, T, O]
 ) -> Tensor:  # [B, I]
-    """See fastlr.ops.reference.norms.column_sq_norms."""
+    """Return the squared norm of what each input contributes to a sample's weight gradient.
+
+    That is of the columns of sum_t g_t a_t^T.
+
+    Args:
+        a: inputs [B, T, I].
+        g: output gradients [B, T, O].
+
+    Returns:
+        [B, I], float64.
+    """
     count, _, inputs = a.shape
     a, g = raised(a), raised(g)
     ranges = chunks(count, inputs * g.shape[2], CACHED)
@@ -182,7 +210,16 @@ def embedding_sq_norms(
     ids: Tensor,  # [B, T]
     g: Tensor,  # [B, T, D]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.embedding_sq_norms.
+    """Return the squared norm of each sample's gradient of a table of rows (an embedding).
+
+    Rows with the same id add up first.
+
+    Args:
+        ids: row numbers [B, T].
+        g: gradients of the rows [B, T, D].
+
+    Returns:
+        [B], float64.
 
     Rows of one id are added in a fixed order.
     """
@@ -214,7 +251,17 @@ def channel_sums(
     g: Tensor,  # [B, K, C, *spatial]
     mean: Tensor | None = None,  # [1, C] or [B, C]
 ) -> tuple[Tensor, Tensor]:  # [B, C], [B, C]
-    """See fastlr.ops.reference.norms.channel_sums.
+    """Sum g (x - mean) and g over rows and positions, for each sample and channel.
+
+    These are the gradients of the affine parameters of batch norm.
+
+    Args:
+        x: inputs ``[B, K, C, *spatial]``.
+        g: output gradients, same shape.
+        mean: of the channels, [1, C] or [B, C]; None: zero.
+
+    Returns:
+        (sum of g (x - mean), sum of g), both [B, C], float64.
 
     Both sums are made in one pass, by the backward of a batch norm that only centres. Where it has
     the mean and the scale differs by device: they are given as running and as saved statistics.
@@ -247,7 +294,18 @@ def layer_norm_sums(
     mean: Tensor,  # [B, T, 1]
     rstd: Tensor,  # [B, T, 1]
 ) -> tuple[Tensor, Tensor]:  # [B, D], [B, D]
-    """See fastlr.ops.reference.norms.layer_norm_sums.
+    """Return each sample's gradients of the weight and bias of a layer norm.
+
+    They are the sums over rows of g x-hat and of g.
+
+    Args:
+        x: inputs [B, T, D].
+        g: output gradients [B, T, D].
+        mean: row means [B, T, 1].
+        rstd: reciprocal standard deviations [B, T, 1].
+
+    Returns:
+        (weight gradients, bias gradients), both [B, D], float64.
 
     Large samples on a CPU go one by one, by PyTorch's own backward pass.
     """
@@ -271,7 +329,16 @@ def rms_norm_sums(
     g: Tensor,  # [B, T, D]
     rrms: Tensor,  # [B, T, 1]
 ) -> Tensor:  # [B, D]
-    """See fastlr.ops.reference.norms.rms_norm_sums."""
+    """Each sample's gradient of the weight of an RMS norm: sum over rows of g x / rms.
+
+    Args:
+        x: inputs [B, T, D].
+        g: output gradients [B, T, D].
+        rrms: reciprocal root mean squares [B, T, 1].
+
+    Returns:
+        [B, D], float64.
+    """
     x, g = raised(x), raised(g)
     return (x * rrms.to(x.dtype)).mul_(g).sum(1)
 
@@ -281,7 +348,19 @@ def broadcast_sums(
     other: Tensor | None,  # broadcastable to the shape of g
     axes: Sequence[int],
 ) -> Tensor:  # [B, *axes of g that are left]
-    """See fastlr.ops.reference.norms.broadcast_sums."""
+    """Return each sample's gradient of a parameter that was broadcast.
+
+    It is the sum of g, or of g times the other factor.
+
+    Args:
+        g: output gradients [B, ...].
+        other: what the parameter was multiplied with, broadcastable to the shape of ``g``; None: it
+            was added.
+        axes: the axes of ``g`` (not 0) along which the parameter was broadcast.
+
+    Returns:
+        ``[B, *axes of g that are left, in order]``, float64.
+    """
     if other is not None:
         g = raised(g) * other
     if not axes:

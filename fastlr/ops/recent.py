@@ -53,6 +53,10 @@ class Recent(Generic[Key, Value]):
         """Return True if there is a value of this key; that is no use of it."""
         return key in self._entries
 
+    def items(self) -> list[tuple[Key, Value]]:
+        """Return all keys with their values."""
+        return list(self._entries.items())
+
     def __len__(self) -> int:
         """Return the number of values."""
         return len(self._entries)

@@ -14,18 +14,17 @@ autograd's nodes, ``Tensor._version``, ``torch._foreach_*``, and the dictionarie
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
-from fastlr.ops.held import SharedContext
 from fastlr.ops.modules import all_modules
 
 SEEN = ("2.7.1", "2.11.0", "2.15.0")  # make test TORCH=...
@@ -225,66 +224,13 @@ def compile_errors() -> tuple[type[Exception], ...]:
 # A precision that is not set reads as that of all operations of its backend, or else of all
 # backends. Where flag and precision of one thing differ, reading the flag raises. The properties of
 # torch.backends may be frozen; the functions below them are not.
-_ROOTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _OPERATIONS = ("matmul", "conv", "rnn")
 _BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}  # of a device's type
 _NARROW = ("tf32", "bf16")
 
 
 def narrow_products(device: str) -> bool:
-    """Return True if float32 products have fewer digits on this type of device.
-
-    That is as the user has set it.
-
-    What `full_products` sets meanwhile, in another thread perhaps, does not count.
-    """
-    with _full_products.lock:
-        return _narrow_before.get(device, False) if _narrow_before else _narrow(device)
-
-
-def full_products() -> AbstractContextManager[None]:
-    """Have float32 products keep all their digits within the context, in all threads.
-
-    No TF32; sums of 16-bit products are in float32.
-    """
-    return _full_products.held()
-
-
-@contextmanager
-def _all_digits() -> Iterator[None]:
-    """Set all digits within the context, and put back what was."""
-    _narrow_before.update({device: _narrow(device) for device in _BACKENDS})
-    raised: list[_Setting] = []
-    try:
-        for setting in _narrow_settings():
-            raised.append(setting)
-            setting.write(setting.full)
-        yield
-    finally:
-        for setting in reversed(raised):
-            if _read(setting.read) == setting.full:  # else it was set by someone else meanwhile
-                setting.write(setting.before)
-        _narrow_before.clear()
-
-
-_full_products = SharedContext(_all_digits)
-_narrow_before: dict[str, bool] = {}  # device -> whether its products were, while all have digits
-
-
-class _Setting(NamedTuple):
-    """A setting by which products have fewer digits.
-
-    It holds how it is read and written, what it was, and what stands for all digits.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    before: Any
-    full: Any
-
-
-def _narrow(device: str) -> bool:
-    """Return True if products of float32 numbers on this type of device have fewer digits now."""
+    """Return True if the user lets float32 products have fewer digits on this type of device."""
     backend = _BACKENDS.get(device)
     if backend is None or (backend == "mkldnn" and not _cpu_multiplies_bf16()):
         return False
@@ -293,74 +239,6 @@ def _narrow(device: str) -> bool:
     if backend == "mkldnn":
         return _get("_C._get_float32_matmul_precision")() == "medium"
     return _get("_C._get_cudnn_allow_tf32")() or _get("_C._get_cublas_allow_tf32")()
-
-
-def _narrow_settings() -> Iterator[_Setting]:
-    """Return the settings by which products have fewer digits.
-
-    Each is read once those before it were set to all digits.
-
-    Precisions of all operations come first: then one that still reads as narrow is an operation's
-    own.
-    """
-    for backend, operation in _ROOTS:
-        yield from _narrow_precision(backend, operation)
-    if _read(_get("_C._get_cudnn_allow_tf32")):
-        yield _Setting(
-            _get("_C._get_cudnn_allow_tf32"), _get("_C._set_cudnn_allow_tf32"), True, False
-        )
-    if _read(_get("_C._get_cublas_allow_tf32")):
-        before = _read(_get("_C._get_float32_matmul_precision"))
-        yield _Setting(_get("_C._get_cublas_allow_tf32"), _allow_tf32_of_matmul, before, False)
-    for backend in _BACKENDS.values():
-        for operation in _OPERATIONS:
-            yield from _narrow_precision(backend, operation)
-    for kind in ("fp16", "bf16"):
-        name = f"cublas_allow_{kind}_reduced_precision_reduction"
-        read, write = _get(f"_C._get_{name}"), _get(f"_C._set_{name}")
-        before = read()
-        if isinstance(before, tuple):  # after 2.7.1: and whether sums may be split
-            yield _Setting(read, _unpacking(write), before, (False, *before[1:]))
-        else:
-            yield _Setting(read, write, before, False)
-    if _has("_C._get_cublas_allow_fp16_accumulation"):
-        read, write = (
-            _get("_C._get_cublas_allow_fp16_accumulation"),
-            _get("_C._set_cublas_allow_fp16_accumulation"),
-        )
-        yield _Setting(read, write, read(), False)
-
-
-def _narrow_precision(backend: str, operation: str) -> Iterator[_Setting]:
-    """The precision of an operation, if there are such settings and it is narrow."""
-    before = _precision(backend, operation) if _has_precisions() else "none"
-    if before in _NARROW:
-        write = _get("_C._set_fp32_precision_setter")
-        yield _Setting(
-            lambda: _precision(backend, operation),
-            lambda value: write(backend, operation, value),
-            before,
-            "ieee",
-        )
-
-
-def _allow_tf32_of_matmul(precision: str | bool | None) -> None:
-    """Set the TF32 flag of matmul from ``torch.get_float32_matmul_precision``.
-
-    False: no TF32; None: what it was is not known.
-    """
-    if precision != "medium":
-        _get("_C._set_cublas_allow_tf32")(precision is not False)
-        return
-    of_cpu = _precision("mkldnn", "matmul") if _has_precisions() else None
-    _get("_C._set_float32_matmul_precision")("medium")  # sets the CPU's precision as well
-    if of_cpu is not None and _precision("mkldnn", "matmul") != of_cpu:
-        _get("_C._set_fp32_precision_setter")("mkldnn", "matmul", of_cpu)
-
-
-def _unpacking(write: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The function that takes in one tuple what ``write`` takes one by one."""
-    return lambda values: write(*values)
 
 
 def _has_precisions() -> bool:
@@ -375,14 +253,6 @@ def _precision(backend: str, operation: str) -> str:
 def _cpu_multiplies_bf16() -> bool:
     """Return True if this CPU can take float32 numbers as bf16 ones, if told to."""
     return _has("ops.mkldnn") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _read(read: Callable[[], Any]) -> Any:
-    """What a setting is; None where a flag cannot be read, as a precision says otherwise."""
-    try:
-        return read()
-    except RuntimeError:
-        return None
 
 
 # -- torch.distributed

@@ -1,7 +1,5 @@
 """Block sizes of kernels by measurement, from a table that `python -m bench.tune` writes.
 
-The table goes by architecture, kernel and shape.
-
 In: the arguments of a rule that gives a kernel's block sizes. Out: the table's for them, else the
 rule's. The table is part of fastlr, so that the same call has the same block sizes, and gives the
 same bits, in every process on such a GPU.
@@ -15,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,19 +22,9 @@ Tile = TypeVar("Tile")
 
 # {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}.
 TABLE = Path(__file__).with_name("tuned.json")
-_asked: dict[str, Asked] | None = None
-_forced: dict[str, dict[str, int]] = {}
+# Called in place of the table by `bench.tune`: with a key, the rule's answer, and its free fields.
+observer: Callable[[str, Any, tuple[str, ...]], dict[str, int]] | None = None
 _assumed = ""
-
-
-class Asked(NamedTuple):
-    """One question to a rule: the block sizes that it gave, and which of them may differ.
-
-    The kernel may have other values of those that are ``free``.
-    """
-
-    tile: Any
-    free: tuple[str, ...]
 
 
 def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Arguments, Tile]]:
@@ -50,26 +38,23 @@ def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Argument
     """
 
     def declare(rule: Callable[Arguments, Tile]) -> Callable[Arguments, Tile]:
-        signature, place = (
-            inspect.signature(rule),
-            f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}",
-        )
+        signature = inspect.signature(rule)
+        place = f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
 
         @functools.wraps(rule)
         def chosen(*args: Arguments.args, **how: Arguments.kwargs) -> Tile:
             tile: Any = rule(*args, **how)
-            entries = _forced or table().get(architecture(), {})
-            if tile is None or not entries and _asked is None:
+            entries = table().get(architecture(), {})
+            if tile is None or not (entries or observer):
                 return tile
             bound = signature.bind(*args, **how)
             bound.apply_defaults()
             shape = [tuple(a) if isinstance(a, torch.Size) else a for a in bound.arguments.values()]
             key = f"{place}({', '.join(map(str, shape))})"
-            if _asked is not None:
-                _asked[key] = Asked(tile, free)
-            return tile._replace(**entries.get(key, {}))
+            return tile._replace(
+                **(observer(key, tile, free) if observer else entries.get(key, {}))
+            )
 
-        chosen.free = free  # type: ignore[attr-defined]
         return chosen
 
     return declare
@@ -86,7 +71,7 @@ def table() -> dict[str, dict[str, dict[str, int]]]:
 
     The fields are those of the block sizes that are other than the rule's.
     """
-    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def architecture() -> str:
@@ -94,9 +79,9 @@ def architecture() -> str:
 
     It is what is assumed, or the current device's, or "" without a GPU.
     """
-    if _assumed:
+    if _assumed or not torch.cuda.is_initialized():
         return _assumed
-    return _capability(torch.cuda.current_device()) if torch.cuda.is_initialized() else ""
+    return _capability(torch.cuda.current_device())
 
 
 @functools.cache
@@ -113,25 +98,3 @@ def assuming(arch: int) -> Iterator[None]:
         yield
     finally:
         _assumed = before
-
-
-@contextmanager
-def noting() -> Iterator[dict[str, Asked]]:
-    """Note what rules are asked inside."""
-    global _asked
-    before, _asked = _asked, {}
-    try:
-        yield _asked
-    finally:
-        _asked = before
-
-
-@contextmanager
-def forcing(key: str, fields: dict[str, int]) -> Iterator[None]:
-    """Give these fields for one rule and its arguments, and the rules' own for all others."""
-    global _forced
-    before, _forced = _forced, {key: fields}
-    try:
-        yield
-    finally:
-        _forced = before

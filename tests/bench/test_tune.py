@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from expected import needs_triton
@@ -22,7 +21,7 @@ def asked(**shape):
     """What the forward kernel of a pointwise convolution asks."""
     from fastlr.kernels.folded_pointwise import forward_tile
 
-    with tuning.noting() as found:
+    with tune.noting() as found:
         forward_tile(torch.bfloat16, **{"outputs": 64, "inputs": 32, "align": 8} | shape)
     ((key, what),) = found.items()
     return key, what
@@ -65,7 +64,7 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have():
 
 
 def test_a_flag_is_switched():
-    with tuning.noting() as found:
+    with tune.noting() as found:
         few = gram.norms_form(torch.bfloat16, 512, 512, 9, 81, 49)
     (what,) = found.values()
     assert few.gram
@@ -79,7 +78,7 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkey
     x = torch.ones(2, 256, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(256, 256, 1, 1)
     block = Block(weight, weight.bfloat16(), torch.ones(4, 256), "none", geometry(2))
-    with tuning.noting() as found, launching.asked():
+    with tune.noting() as found, launching.noting(lambda *launch: None):
         assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is NotImplemented
     (key,) = found
     monkeypatch.setattr(dispatch, "_by_kernel", lambda name, args: NotImplemented)
@@ -90,24 +89,26 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkey
     assert [name for name, _ in calls[key]] == ["folded_conv_sq_norms"]
     of_weight, *_ = tune.results("folded_conv_sq_norms", (x, x, block))
     torch.testing.assert_close(of_weight, torch.full((2,), 256.0**2 * 12**2, dtype=torch.float64))
-    with tuning.forcing(key, {"gram": False}), launching.asked() as launched:
+    launched = []
+    with (
+        tune.forcing(key, {"gram": False}),
+        launching.noting(lambda *launch: launched.append(launch)),
+    ):
         assert ops.get("folded_conv_sq_norms", "triton")(x, x, block) is not NotImplemented
-    assert launched, "the other form is a kernel's"
+    assert found, "the other form is a kernel's"
 
 
-def test_processes_that_compile_ahead_have_small_batches_and_failures_are_named(
-    monkeypatch, capsys
-):
-    def started(command):
-        assert f"--batch={tune.BATCH_TO_COMPILE}" in command
-        return SimpleNamespace(wait=lambda: 7 if command[-1] == "1/2" else 0)
-
-    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(tune.subprocess, "Popen", started)
-    tune.compile_ahead(["resnet50"])
-    assert capsys.readouterr().err.splitlines() == [
-        "compiling part 1/2 ahead failed with exit code 7"
-    ]
+def test_all_that_is_timed_is_compiled_before(monkeypatch):
+    noted = []
+    monkeypatch.setattr(tune, "side_by_side", lambda run, device: run(lambda *l: noted.append(l)))
+    x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
+    call = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))
+    with tune.noting() as found, noting.noted(lambda *launch: None):
+        ops.run("folded_conv", *call)
+    ((key, what),) = found.items()
+    tune.compile_all({key: what}, {key: [("folded_conv", call)]})
+    assert len({str(constants) for _, _, constants in noted}) == tune.CONFIGURATIONS
 
 
 def launched():
@@ -122,14 +123,14 @@ def launched():
 
 
 def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch):
-    with tuning.noting() as found:
+    with tune.noting() as found:
         before = launched()
     (key,) = found
     monkeypatch.setattr(tuning, "table", lambda: {"9.0": {key: {"positions": 16}}})
     for architecture, positions in (("8.0", before[0]), ("9.0", 16)):
         monkeypatch.setattr(tuning, "architecture", lambda name=architecture: name)
         assert launched() == (positions, before[1])
-    with tuning.forcing(key, {"num_warps": 2}):
+    with tune.forcing(key, {"num_warps": 2}):
         assert launched() == (before[0], 2), "what is tried is tried alone"
 
 
@@ -145,7 +146,7 @@ def test_block_sizes_are_those_of_the_device_of_the_tensors(monkeypatch):
         yield
         current[0] = 0
 
-    with tuning.noting() as found:
+    with tune.noting() as found:
         launched()
     (key,) = found
     of_each = {"8.0": {key: {"positions": 32}}, "9.0": {key: {"positions": 16}}}

@@ -2,17 +2,17 @@
 
 import importlib
 import io
-import threading
 from types import SimpleNamespace
 
+import kernel_cases
 import pytest
 import torch
 import torch._dynamo  # packages import it: before a GPU is feigned, where that fails half-way
 from rich.console import Console
 
-from bench import kernel_cases
 from fastlr import ops
 from fastlr.cli import doctor
+from fastlr.ops import dispatch
 
 
 def find(name):
@@ -63,9 +63,7 @@ def test_everything_missing_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     findings = doctor.examine()
-    assert {finding.name for finding in findings if finding.found} == {
-        *("python", "torch", "comparisons")
-    }
+    assert {finding.name for finding in findings if finding.found} == {*("python", "torch")}
     assert all(
         finding.cost and finding.remedy and finding.detail
         for finding in findings
@@ -131,62 +129,36 @@ def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, cli):
 
 
 def test_wrong_kernels_are_findings(monkeypatch):
-    """The twins in the kernels' place, one of them spoilt, one that does not run."""
-    plain = ops.get
-
-    def fail(*_):
-        raise RuntimeError("out of shared memory")
+    """Plain torch in the kernels' place; one kernel is spoilt, one does not compile."""
+    plain = dispatch.get
 
     def get(name, backend):
-        def kernel(*args):
+        def kernel(*args, **options):
             if name == "dense_sq_norms":
                 raise RuntimeError("PassManager::run failed")
-            result = plain(name, "torch")(*args)
+            result = plain(name, "torch")(*args, **options)
             return 1.01 * result if name == "embedding_sq_norms" else result
 
         return kernel if backend == "triton" else plain(name, backend)
 
-    monkeypatch.setattr(ops, "get", get)
+    monkeypatch.setattr(dispatch, "get", get)
     monkeypatch.setattr(ops, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(ops, "images_agree", fail)
-    wanted = {
-        "channel_sums": "calls as plain torch",
-        "fold_weights": "calls as plain torch",
-        "embedding_sq_norms": "off by",
-        "dense_sq_norms": "PassManager",
-        "shape_images_at": "out of shared memory",
-    }
-    findings = {finding.name.split(",")[0]: finding for finding in doctor.kernels(wanted)}
-    assert list(findings) == [name for name in ops.TABLE if name in wanted]
-    for name, detail in wanted.items():
-        assert detail in findings[name].detail
-        assert findings[name].found == (detail == "calls as plain torch")
-
-
-def test_kernels_are_compared_in_threads_on_a_gpu(monkeypatch):
-    """So that they compile side by side; the findings are in the table's order."""
-    together = threading.Barrier(2, timeout=30)
-
-    def one(name, device, dtype):
-        assert device.type == "cuda"
-        together.wait()  # an even number of calls, two at a time at least
-        return name, dtype
-
-    monkeypatch.setattr(doctor, "small_calls", one)
-    monkeypatch.setattr(ops, "has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
-    found = doctor.kernels(("channel_sums", "fold_weights"))
-    names = [name for name in ops.TABLE if name in ("channel_sums", "fold_weights")]
-    assert found == [
-        (name, dtype) for name in names for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    findings = {finding.name: finding for finding in doctor.kernels()}
+    assert list(findings) == [
+        f"{name}, {dtype}"
+        for dtype in ("float32", "bfloat16", "float16")
+        for name in ops.with_kernels()
     ]
+    wrong = {"dense_sq_norms": "PassManager", "embedding_sq_norms": "is off by 0.01"}
+    for name, finding in findings.items():
+        detail = wrong.get(name.split(",")[0], "calls as plain torch")
+        assert detail in finding.detail, name
+        assert finding.found == (detail == "calls as plain torch")
+        assert not finding.detail.startswith("0 calls"), name
 
 
 def test_every_kernel_has_cases():
-    with_kernel = {name for name in ops.TABLE if "triton" in ops.backends(name)}
-    images = {"shape_images", "shape_images_from", "shape_images_at"}
-    assert with_kernel == {*kernel_cases.CASES} | images
-    assert with_kernel <= {*doctor.model_calls()} | images
+    images = {"shape_images_from", "shape_images_at"}
+    assert set(ops.with_kernels()) == {*kernel_cases.CASES} | images

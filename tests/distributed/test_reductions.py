@@ -13,8 +13,8 @@ from rank_reductions import left_behind
 from ranks import Ended, good, run_ranks
 
 from fastlr import distributed
+from fastlr.distributed.backends import fixed_order_sum
 from fastlr.errors import InputError
-from fastlr.ops.reference.reductions import fixed_order_sum
 
 built = mark.skipif(find_spec("fastlr._C") is None, reason="fastlr._C is not built")
 gpu = needs_gpu

@@ -25,7 +25,6 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader
 from untouched import untouched
 
-from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimator import progress as shown_progress
 from fastlr.estimator.estimator import (
@@ -39,8 +38,6 @@ from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
 from fastlr.inputs import NoiseImages, TensorInputs
-from fastlr.ops import dispatch as ops
-from fastlr.ops import kernel_checks
 
 
 class Normal:
@@ -700,29 +697,3 @@ def test_bad_arguments_of_the_gain(arguments):
 def test_bad_arguments_of_the_bound(arguments):
     with raises(InputError):
         regression_memorization_bound(*arguments)
-
-
-def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch):
-    """A rank leaves a kernel that another rank distrusts to plain torch too, and measures anew."""
-    monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
-    members, told, spans = Team(), [["gate_grad", "some kind"]], []
-
-    def share(message):
-        asked = isinstance(message, list) and len(message) == 4
-        return [message, [True, told or message[1], *message[2:]]] if asked else [message]
-
-    monkeypatch.setattr(members, "share", share)
-    monkeypatch.setattr(sys.modules["fastlr.distributed.fully_sharded"], "team", lambda: members)
-    estimator = LocalRedundancy(nn.Linear(12, 3), TensorInputs(torch.randn(4, 12)), 4)
-    measured = estimator.chunks.norms
-    monkeypatch.setattr(
-        estimator.chunks,
-        "norms",
-        lambda *span, **which: (spans.append(span), measured(*span, **which))[1],
-    )
-    first = estimator.measure()
-    assert spans == [(0, 4)] * 2
-    assert ops.switched_off() == told
-    told = []
-    assert estimator.measure().value == first.value
-    assert len(spans) == 3

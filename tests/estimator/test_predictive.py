@@ -5,6 +5,7 @@ import math
 from itertools import product
 
 import torch
+from definitions.fisher import householder_root
 from exact import seeded
 from expected import refused
 from fisher import (
@@ -20,7 +21,6 @@ from fastlr.errors import NonFiniteError
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.ops.fisher import categorical_root, uniforms
-from fastlr.ops.reference.fisher import householder_root
 
 DRAWS = 20_000
 PAIRS = DiagonalGaussian(dim=1)

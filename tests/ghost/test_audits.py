@@ -170,8 +170,8 @@ def test_what_one_rank_finds_changes_what_all_run():
         """This process is rank 0; rank 1 has found a parameter that only the loop gets right."""
 
         def share(self, message):
-            clean, off, loop, failed = message
-            return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
+            clean, loop, failed = message
+            return [message, [clean, sorted({*loop, "a.weight"}), failed]]
 
     model, x = written_net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(

@@ -153,16 +153,6 @@ def test_contexts_of_two_threads_leave_the_users_setting(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_has_the_users_setting(planned):
-    before = cudnn_enabled()
-    with VERIFY():
-        child = os.fork()
-        if child == 0:
-            os._exit(cudnn_enabled() is not before)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert cudnn_enabled() is before
-
-
 def test_estimates_that_overlap_leave_cudnns_options(planned):
     """On a GPU sums have a fixed order, and recurrent layers run without cuDNN."""
     options = torch.backends.cudnn

@@ -16,9 +16,9 @@ from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion import mode as fuse
 from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, Fold, FoldedConv, FoldedWeights
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 
 def net_of(forward, **options):

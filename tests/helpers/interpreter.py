@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
 import interpreter
-from fastlr.ops.interpreter import repair_interpreter
+from fastlr.kernels.interpreter import repair_interpreter
 repair_interpreter()
 interpreter.hasten()
 claims = interpreter.note_claims()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from definitions import reductions as reference
 from exact import seeded
 from ranks import error_of, timed_error
 from torch import nn
@@ -18,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastlr import distributed
 from fastlr.distributed import reductions
-from fastlr.ops import reference
 
 SIZES = (1, 7, 8, 9, 4097, 100_003)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)

@@ -69,7 +69,7 @@ def main(rank, page, folder):
 
     import fastlr
     from fastlr.experiments.runs import processes
-    from fastlr.ops.interpreter import repair_interpreter
+    from fastlr.kernels.interpreter import repair_interpreter
 
     processes.job_messages = messages_here
     assert fastlr.__file__ == str(home / "__init__.py")

@@ -3,20 +3,21 @@
 import torch
 import torch.nn.functional as F
 from agreement import assert_near
+from definitions import definition
 from expected import needs_gpu, needs_triton
+from kernel_calls import moved
 from pytest import fixture, mark
 from single_samples import Written
 from torch import nn
 from torchvision.models.resnet import Bottleneck
 
 import fastlr
-from bench import cases
-from bench.convolution_cases import case, geometry, laid_out
+from bench import cases, tune
+from bench.convolution_cases import case, draw, geometry, laid_out
 from fastlr import ops
 from fastlr.ops import gram, tuning
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import Block, changed
-from fastlr.ops.kernel_calls import draw, moved
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, FP16: 1e-3}  # of a squared norm: two units in the last place
@@ -97,7 +98,7 @@ CALLS = {
 def test_norms_are_those_of_the_definition(name, dtype):
     x, g, block = call(**CALLS[name], dtype=dtype)
     got = gram.gram_sq_norms(x, g, block)
-    want = ops.get("folded_conv_sq_norms", "reference")(x, g, block)
+    want = definition("folded_conv_sq_norms")(x, g, block)
     assert all(t.dtype == torch.float64 for t in got)
     check(got, want, x, g, block)
 
@@ -140,14 +141,14 @@ def test_a_large_scale_without_a_gradient_costs_no_digits(dtype):
     channels[1, 0] = 1e5
     block = block._replace(channels=channels)
     got = gram.gram_sq_norms(x, g, block)
-    check(got, ops.get("folded_conv_sq_norms", "reference")(x, g, block), x, g, block)
+    check(got, definition("folded_conv_sq_norms")(x, g, block), x, g, block)
 
 
 @needs_triton
 def test_patches_of_many_pixels_are_left_to_kernels():
     """Sixty-four positions of 16 x 16 pixels each: products of pixels would be 16,384 squared."""
     patches = call(3, 768, (128, 128), kernel=16, stride=16)
-    with tuning.noting() as asked:
+    with tune.noting() as asked:
         assert launches("folded_conv_sq_norms", *patches)
     assert not [key for key in asked if "norms_form" in key], "nor may the table choose otherwise"
 
@@ -189,10 +190,10 @@ def test_the_backward_pass_is_that_of_the_definition(name, monkeypatch):
     used = []
     of_norms = gram.gram_sq_norms
     monkeypatch.setattr(gram, "gram_sq_norms", lambda *a: used.append(a) or of_norms(*a))
-    with ops.using("triton", twins=True):
+    with ops.noting_launches():
         got = ops.run("folded_conv_backward", *given)
     assert len(used) == 1
-    want = ops.get("folded_conv_backward", "reference")(*wide)
+    want = definition("folded_conv_backward")(*wide)
     assert_near(got[1:5], want[1:5], 2e-2, of="element")
     assert_near((got[0], *got[5:]), (want[0], *want[5:]), 2e-2)
     x = given[0].tensor
@@ -207,7 +208,7 @@ def test_gpu_takes_either_form(name, form, monkeypatch):
     monkeypatch.setattr(gram, "_few_positions_of_many_weights", lambda *_: form)
     given, wide = backward(name, torch.device("cuda"))
     got = ops.run("folded_conv_backward", *given)
-    want = ops.get("folded_conv_backward", "reference")(*wide)
+    want = definition("folded_conv_backward")(*wide)
     assert_near(got[1:5], want[1:5], 2e-2, of="element")
     assert_near((got[0], *got[5:]), (want[0], *want[5:]), 2e-2)
 
@@ -219,7 +220,7 @@ def test_gpu_gives_the_norms_of_the_definition(dtype):
         args = call(**options, dtype=dtype)
         given = changed(lambda a, _: a.cuda() if torch.is_tensor(a) else a, args)
         got = tuple(t.cpu() for t in gram.gram_sq_norms(*given))
-        want = ops.get("folded_conv_sq_norms", "reference")(*args)
+        want = definition("folded_conv_sq_norms")(*args)
         try:
             check(got, want, *args)
         except AssertionError as error:
@@ -232,7 +233,8 @@ def launches(op, *args):
     """Return the kernels that a call launches; None where the kernel declines."""
     from fastlr.kernels import launching
 
-    with launching.asked() as found:
+    found = []
+    with launching.noting(lambda kernel, *_: found.append(kernel.fn.__name__)):
         declined = ops.get(op, "triton")(*args) is NotImplemented
     return None if declined else found
 
@@ -257,7 +259,7 @@ def test_kernels_decline_few_positions_of_many_weights():
 def test_the_tuning_table_chooses(monkeypatch):
     few, many = call(256, 256), call(512, 600, (14, 14))
     given, _ = backward("relu", torch.device("cpu"))
-    with tuning.noting() as asked:
+    with tune.noting() as asked:
         launches("folded_conv_sq_norms", *few)
         launches("folded_conv_sq_norms", *many)
         launches("folded_conv_backward", *given)
@@ -337,7 +339,7 @@ def test_norms_of_networks_are_those_of_single_samples(name, monkeypatch):
     monkeypatch.setattr(gram, "gram_sq_norms", lambda *a: used.append(a) or of_norms(*a))
     for form in (True, False):
         monkeypatch.setattr(gram, "_few_positions_of_many_weights", lambda *_, form=form: form)
-        with ops.using("triton", twins=True), torch.autocast("cpu", BF16):
+        with ops.noting_launches(), torch.autocast("cpu", BF16):
             found[form] = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
         assert bool(used) is form
         used.clear()

@@ -1,27 +1,28 @@
-"""Kernels in 16 bits in Triton's interpreter, as `fastlr.ops.interpreter` makes it right."""
+"""Kernels in 16 bits in Triton's interpreter, as `fastlr.kernels.interpreter` makes it right."""
 
 import interpreter
 import pytest
 import torch
 
 from fastlr import ops
-from fastlr.ops.interpreter import from_bfloat16, to_bfloat16
+from fastlr.cli import kernels
+from fastlr.kernels.interpreter import from_bfloat16, to_bfloat16
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-QUICK = ("channel_sums", "fold_weights")
 COMPARE = """
-from fastlr.cli import doctor
-found = [(finding.name, finding.found, finding.detail) for finding in doctor.kernels(names)]
+from fastlr.cli import kernels
+kernels.SIZES = kernels.SIZES[:sizes]
+found = {dtype: list(kernels.outcomes(torch.device("cpu"), dtype)) for dtype in dtypes}
 results = found, out, broken
 """
 ARITHMETIC = """
 from test_interpreter import arithmetic
-(a, b), names = given
+(a, b), sizes, dtypes = given
 out = a.new_empty(2, len(a))
 arithmetic[(1,)](a, b, out, len(a))
 
-from fastlr.ops.borders import Borders
+from borders import Borders
 broken = []
 for rows in (2, 1):  # the kernel writes two rows
     borders = Borders()
@@ -57,10 +58,9 @@ def test_bits_of_bfloat16_are_torchs():
 def quick(tmp_path_factory):
     """What the interpreter gives: of the arithmetic for two vectors, and of the quick ops."""
     vectors = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    given = vectors, 1, [torch.bfloat16]
     script = ARITHMETIC + COMPARE
-    return vectors, interpreter.interpreted(
-        script, tmp_path_factory.mktemp("quick"), (vectors, QUICK)
-    )
+    return vectors, interpreter.interpreted(script, tmp_path_factory.mktemp("quick"), given)
 
 
 def test_arithmetic_in_bfloat16_is_torchs(quick):
@@ -73,18 +73,18 @@ def test_what_a_kernel_writes_beyond_a_tensor_is_seen(quick):
     assert quick[1][2] == [False, True]
 
 
-def agree(found, names):
-    """Hold what ``fastlr doctor --kernels`` found: every op in three dtypes, all right."""
-    assert len(found) == 3 * len(names)
-    assert [finding for finding in found if not finding[1]] == []
+def agree(found):
+    """What ``fastlr doctor --kernels`` found: every kernel was compared, and is right."""
+    for outcomes in found.values():
+        assert [name for name, _, _ in outcomes] == ops.with_kernels()
+        assert all(shares and not wrong for _, shares, wrong in outcomes), outcomes
 
 
-def test_quick_kernels_agree_with_plain_torch_in_16_bits(quick):
-    agree(quick[1][0], QUICK)
+def test_kernels_agree_with_plain_torch_in_bfloat16(quick):
+    agree(quick[1][0])
 
 
 @pytest.mark.long
-def test_kernels_agree_with_plain_torch_in_16_bits(tmp_path):
-    with_kernel = [name for name in ops.TABLE if "triton" in ops.backends(name)]
-    script = "names, out, broken = given, None, None\n" + COMPARE
-    agree(interpreter.interpreted(script, tmp_path, with_kernel)[0], with_kernel)
+def test_kernels_agree_with_plain_torch(tmp_path):
+    script = "sizes, dtypes, out, broken = *given, None, None\n" + COMPARE
+    agree(interpreter.interpreted(script, tmp_path, (3, kernels.DTYPES))[0])

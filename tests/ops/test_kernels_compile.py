@@ -12,9 +12,7 @@ from fastlr import ops
 triton = importorskip("triton")
 
 MODULES = compile_kernels.kernel_modules()
-OF_OPS = {
-    modules["triton"].rpartition(".")[2] for modules in ops.TABLE.values() if "triton" in modules
-}
+OF_OPS = {op.kernel for op in ops.TABLE.values() if op.kernel is not None}
 
 
 def require_no_problem(module, records):

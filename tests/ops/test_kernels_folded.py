@@ -5,18 +5,19 @@ The interpreter is Triton's; a GPU is used where there is one.
 The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
 """
 
+import definitions
 import interpreter
 import torch
 from agreement import assert_near, pairs
 from expected import needs_gpu, needs_triton
+from kernel_calls import moved
 from pytest import fixture, mark
 from torch import Tensor
 
 from bench.convolution_cases import case, depthwise_cases, folded_calls
 from fastlr import ops
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import changed
-from fastlr.ops.kernel_calls import moved
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 pytestmark = needs_triton
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -158,7 +159,7 @@ def check_results(got, want, tolerance):
 
 
 def definition(op, args):
-    return ops.get(op, "reference")(*args)
+    return definitions.definition(op)(*args)
 
 
 @mark.parametrize("op", ["folded_conv", "folded_conv_backward"])

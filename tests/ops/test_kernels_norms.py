@@ -6,13 +6,22 @@ The interpreter is Triton's; a GPU is used if there is one.
 import interpreter
 import torch
 from agreement import assert_near, pairs
+from definitions import definition
 from expected import needs_gpu, needs_triton
+from kernel_calls import moved
+from kernel_cases import dense_cases, linear_cases, one_row_cases
 from pytest import fixture, mark
 
-from bench.convolution_cases import conv_cases, convolution, geometry, moments_cases
-from bench.kernel_cases import dense_cases, linear_cases, one_row_cases
+from bench.convolution_cases import (
+    channels_last,
+    conv_cases,
+    convolution,
+    draw,
+    geometry,
+    moments_cases,
+    plain_block,
+)
 from fastlr import ops
-from fastlr.ops.kernel_calls import channels_last, draw, moved, plain_block
 
 pytestmark = needs_triton
 TOLERANCE = {
@@ -170,7 +179,7 @@ def interpreted(request, tmp_path_factory):
 def check_norms(got, key, args, tolerance):
     """Squared norms are float64, and all results close to their definitions."""
     assert pairs(got, got)[0][0].dtype == torch.float64
-    assert_near(got, ops.get(key[0], "reference")(*args), tolerance)
+    assert_near(got, definition(key[0])(*args), tolerance)
 
 
 @mark.parametrize("key", interpreter.params(CASES, SLOW_OR_ALIKE))

@@ -8,14 +8,16 @@ from types import SimpleNamespace
 import interpreter
 import torch
 from agreement import assert_near, pairs
+from definitions import definition
 from expected import needs_gpu
+from kernel_calls import moved
+from kernel_cases import CASES as EVERY
 from pytest import fixture, mark, raises
 
-from bench.kernel_cases import CASES as EVERY
+from bench.convolution_cases import draw
 from fastlr import ops
 from fastlr.ghost.rules import RULES, Site, Unsupported
 from fastlr.ghost.sample_axis import Regular
-from fastlr.ops.kernel_calls import draw, moved
 
 OPS = (
     "channel_sums",
@@ -148,14 +150,14 @@ def interpreted(in_interpreter):
 
 @mark.parametrize(("op", "case"), NAMES)
 def test_triton_gives_the_definition(op, case, interpreted):
-    check_sums(op, interpreted[op][case], ops.get(op, "reference")(*CASES[op][case]), tolerance(op))
+    check_sums(op, interpreted[op][case], definition(op)(*CASES[op][case]), tolerance(op))
 
 
 @mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @mark.parametrize(("op", "case"), NAMES)
 def test_torch_gives_the_definition(op, case, dtype):
     args = moved(op, CASES[op][case], torch.device("cpu"), dtype)
-    check_sums(op, ops.get(op, "torch")(*args), ops.get(op, "reference")(*args), tolerance(op))
+    check_sums(op, ops.get(op, "torch")(*args), definition(op)(*args), tolerance(op))
 
 
 @mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in LEFT_TO_TORCH[op]])
@@ -163,7 +165,7 @@ def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
     args = LEFT_TO_TORCH[op][case]
     assert interpreted[op][f"left-{case}"] == "left to torch"
     if case != "vocabulary":  # the definition would take a matrix of its square
-        check_sums(op, ops.run(op, *args), ops.get(op, "reference")(*args), tolerance(op))
+        check_sums(op, ops.run(op, *args), definition(op)(*args), tolerance(op))
 
 
 def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
@@ -215,8 +217,7 @@ def test_gpu_gives_the_definition(op, case, dtype):
     run = ops.get(op, "triton")
     got = run(*args)
     allowed = tolerance(op)
-    definition = ops.get(op, "reference")(*args)
-    check_sums(op, got, definition, allowed)
+    check_sums(op, got, definition(op)(*args), allowed)
     for a, b in pairs(got, run(*args)):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())  # same call, same bits
     # What serves where a kernel does not, and what kernels are held to, is plain torch there.

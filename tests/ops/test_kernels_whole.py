@@ -5,14 +5,15 @@ The interpreter works in float32.
 
 import interpreter
 import torch
+from definitions import definition
 from expected import needs_gpu
+from kernel_cases import fold_cases
 from pytest import fixture, mark
 from single_samples import Written
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fastlr
-from bench.kernel_cases import fold_cases
 from fastlr.ghost.api import engine_for
 from fastlr.ops import dispatch as ops
 
@@ -92,22 +93,18 @@ def made(name):
     return model, torch.randn(3, 3, 13, 12), torch.randn(3, 3)
 
 
-def norms(name, backend, device="cpu", dtype=None):
+def norms(name, device="cpu", dtype=None):
     model, x, v = (t.to(device) for t in made(name))
-    with (
-        ops.using(backend, checked=True),
-        torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None),
-    ):
+    with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
         return fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
 
 
 RUN = """
 import test_kernels_whole as whole
-from fastlr.ops import dispatch
-norms = {name: whole.norms(name, "triton") for name in whole.MODELS}
-compared = sorted({name for name, *_ in dispatch._comparisons._known})
+with ops.comparing() as trust:
+    norms = {name: whole.norms(name) for name in whole.MODELS}
 fold = {name: ops.get("fold_weights", "triton")(*case) for name, case in whole.fold_cases().items()}
-results = norms, fold, ops.switched_off(), compared
+results = norms, fold, trust.switched_off, {key[0] for key, _ in trust.compared.items()}
 """
 
 
@@ -133,7 +130,7 @@ def test_models_in_the_interpreter(name, interpreted):
 
 def test_right_kernels_pass_their_comparison(interpreted):
     *_, off, compared = interpreted
-    assert off == []
+    assert off == {}
     assert {"fold_weights", "folded_conv", "folded_conv_backward", "linear_sq_norms"} <= set(
         compared
     )
@@ -143,9 +140,7 @@ def test_right_kernels_pass_their_comparison(interpreted):
 def test_folded_weights(name, interpreted):
     case = fold_cases()[name]
     for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
-        pairs = zip(
-            tree_leaves(got), tree_leaves(ops.get("fold_weights", "reference")(*case)), strict=True
-        )
+        pairs = zip(tree_leaves(got), tree_leaves(definition("fold_weights")(*case)), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
 
@@ -158,7 +153,7 @@ def test_models_on_a_gpu(name, dtype):
     want = fastlr.per_sample_grad_sq_norms(
         model.double(), x.double(), v.double(), per_parameter=True
     )
-    agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
-    first = norms(name, None, "cuda", dtype)
-    second = norms(name, None, "cuda", dtype)
+    agree(norms(name, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
+    first = norms(name, "cuda", dtype)
+    second = norms(name, "cuda", dtype)
     assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"

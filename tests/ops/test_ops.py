@@ -1,34 +1,26 @@
-"""Every fast op against its definition in fastlr.ops.reference, at odd sizes, in its dtypes."""
+"""Every fast op against its definition, at odd sizes, in its dtypes."""
 
 import inspect
-import json
-import math
-from functools import cache
 from importlib.util import find_spec
-from subprocess import CalledProcessError
 
 import torch
 import torch.nn.functional as F
 from agreement import assert_near
-from expected import warned
-from pytest import importorskip, mark, raises, skip, warns
+from definitions import definition
+from pytest import mark, skip
 from torch import Tensor
 from torch.testing import assert_close
 
-from bench.convolution_cases import CONVOLUTIONS, convolution, geometry
-from fastlr.errors import FastlrWarning
+from bench.convolution_cases import CONVOLUTIONS, channels_last, convolution, draw, geometry
 from fastlr.ghost.fusion.batch_norm import NODE, FixedNorm
 from fastlr.ghost.rules import RULES, Site
 from fastlr.ghost.sample_axis import Regular
 from fastlr.ops import convolution as torch_conv
 from fastlr.ops import dispatch as ops
 from fastlr.ops import folded as torch_folded
-from fastlr.ops import kernel_checks
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import Block, Gradients, Loaded
-from fastlr.ops.deferred_checks import gathered
-from fastlr.ops.kernel_calls import IMAGES, channels_last, draw
 from fastlr.ops.linear import square_sum
-from fastlr.ops.reference.folded import ACTIVATIONS
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -42,14 +34,15 @@ pytestmark = mark.filterwarnings("error")
 
 def hold(name, *args, dtype):
     """Hold plain torch to the definition of an op."""
-    assert_near(ops.get(name, "torch")(*args), ops.get(name, "reference")(*args), TOLERANCE[dtype])
+    assert_near(ops.get(name, "torch")(*args), definition(name)(*args), TOLERANCE[dtype])
 
 
 @mark.parametrize("name", [name for name in ops.TABLE if not name.startswith("shape_images")])
 def test_signatures_agree(name):
-    here = [backend for backend in ops.backends(name) if backend != "triton" or find_spec("triton")]
-    reference, *fast = [inspect.signature(ops.get(name, backend)) for backend in here]
-    assert all(f == reference for f in fast)
+    fast = [ops.get(name, "torch")]
+    if ops.TABLE[name].kernel is not None and find_spec("triton"):
+        fast.append(ops.get(name, "triton"))
+    assert all(inspect.signature(f) == inspect.signature(definition(name)) for f in fast)
 
 
 @mark.parametrize("dtype", DTYPES)
@@ -97,7 +90,7 @@ def test_conv(name, transposed, dtype):
         wide = (a.double() if isinstance(a, Tensor) else a for a in args)
         assert_near(
             ops.run("conv_grads", *args),
-            ops.get("conv_grads", "reference")(*wide),
+            definition("conv_grads")(*wide),
             TOLERANCE[dtype],
         )
 
@@ -144,9 +137,8 @@ def test_linear_of_nearly_constant_rows(rows, inputs, outputs, swapped, dtype, n
     g = sums_to_zero((2, 2, outputs, rows)).mT.to(dtype)
     a, g = (g, a) if swapped else (a, g)
     for given in ((a, g), (a.contiguous(), g.contiguous())):
-        got, want = (
-            ops.get("linear_sq_norms", backend)(*given) for backend in ("torch", "reference")
-        )
+        got = ops.get("linear_sq_norms", "torch")(*given)
+        want = definition("linear_sq_norms")(*given)
         assert_close(got, want, rtol=error, atol=0)
 
 
@@ -160,10 +152,8 @@ def test_conv_of_nearly_constant_images(kernel, stride, channels, outputs, dtype
     weight = draw(outputs, channels, kernel, kernel, dtype=dtype)
     how = geometry(2, stride)
     assert torch_conv.gram_pays(x, g, weight.shape, how)
-    got, want = (
-        ops.get("conv_sq_norms", b)(x[:, None], g[:, None], weight, how)
-        for b in ("torch", "reference")
-    )
+    args = (x[:, None], g[:, None], weight, how)
+    got, want = ops.get("conv_sq_norms", "torch")(*args), definition("conv_sq_norms")(*args)
     assert_close(got, want, rtol=error, atol=0)
 
 
@@ -220,7 +210,7 @@ def test_folded_conv_and_its_backward(name, act):
         block = block._replace(activation=act)
         forward = (Loaded(x), block)
         hold("folded_conv", *forward, dtype=dtype)
-        _, kept = ops.get("folded_conv", "reference")(*forward)
+        _, kept = definition("folded_conv")(*forward)
         hold("activation_grad", g, kept, act, dtype=dtype)
         backward = (Loaded(x), Gradients(g), kept, block)
         hold("folded_conv_backward", *backward, True, dtype=dtype)
@@ -241,13 +231,13 @@ def test_the_unfolded_product_serves_as_well(act, add):
         block = block_of(weight, geometry(2, padding=1), dtype, act)
         assert torch_folded.keeps_unfolded_convolution(x, weight, block.geometry)
         added = Loaded(residual) if add else None
-        want = ops.get("folded_conv", "reference")(Loaded(x), block, added)
+        want = definition("folded_conv")(Loaded(x), block, added)
         out, kept, product = torch_folded.folded_and_unfolded_convolution(x, block, residual)
         assert_near((out, kept), want, TOLERANCE[dtype])
         g = draw(2, 40, 5, 4, dtype=dtype, seed=6)
         args = (Loaded(x), Gradients(g), kept, block, True)
         got = ops.run("folded_conv_backward", *args, product)
-        assert_near(got, ops.get("folded_conv_backward", "reference")(*args), TOLERANCE[dtype])
+        assert_near(got, definition("folded_conv_backward")(*args), TOLERANCE[dtype])
         # then gamma's gradient is <W, M> / sigma, and that comes from the product
         block.statistics[2] = 0
         got, other = (ops.run("folded_conv_backward", *args, factor * product) for factor in (1, 2))
@@ -290,7 +280,8 @@ def test_products_of_small_sums_are_not_zero(rows, width):
     They are tried in one row, in direct products and in Gram matrices.
     """
     a, g = (1e-12 * draw(2, 1, rows, width, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    got, want = (ops.get("linear_sq_norms", backend)(a, g) for backend in ("torch", "reference"))
+    got = ops.get("linear_sq_norms", "torch")(a, g)
+    want = definition("linear_sq_norms")(a, g)
     assert float(want.max()) < 1e-40
     assert_close(got, want, rtol=1e-5, atol=0)
 
@@ -335,324 +326,3 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind):
             assert float((found[slot].dense(b, b + 1)[0] - want).abs().max()) <= 2e-6 * float(
                 want.abs().max()
             )
-
-
-# -- kernels that cannot be compiled here
-# -------------------------------------------------------------------------------
-
-
-def failing(monkeypatch, error):
-    """As on a GPU whose Triton raises ``error`` for every kernel; see `with_kernel`."""
-
-    def fail(*args, **options):
-        raise error
-
-    return with_kernel(monkeypatch, lambda name: fail)
-
-
-def with_kernel(monkeypatch, kernel):
-    """Act as on a GPU with unknown kernels; return the ops whose kernel, then twin, was asked."""
-    asked = []
-    plain = ops.get
-
-    def get(name, backend):
-        function = kernel(name) if backend == "triton" else plain(name, backend)
-
-        def noted(*args, **options):
-            asked.append(name if backend == "triton" else f"{name}, {backend}")
-            return function(*args, **options)
-
-        return noted
-
-    monkeypatch.setattr(ops, "get", get)
-    monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
-    monkeypatch.setattr(ops, "has_triton", lambda: True)
-    monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
-    return asked
-
-
-@mark.parametrize(
-    "kind", ["pass", "shared memory", "assembler", "compiler", "headers", "image", "architecture"]
-)
-def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch, kind):
-    errors = importorskip("triton.runtime.errors")
-    error, remedy = {
-        "pass": (RuntimeError("PassManager::run failed"), "report"),
-        "shared memory": (errors.OutOfResources(300000, 232448, "shared memory"), "report"),
-        "assembler": (errors.PTXASError("Internal Triton PTX codegen error"), "report"),
-        "compiler": (
-            RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
-            "CC",
-        ),
-        "headers": (CalledProcessError(1, ["gcc", "main.c"]), "headers"),
-        "image": (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "report"),
-        "architecture": (
-            RuntimeError("Triton Error [CUDA]: no kernel image is available for execution"),
-            "report",
-        ),
-    }[kind]
-    asked = failing(monkeypatch, error)
-    a = draw(2, 1, 5, 3, dtype=torch.float32)
-    g = draw(2, 1, 5, 4, dtype=torch.float32)
-    want = ops.get("linear_sq_norms", "torch")(a, g)
-    with warned(f"linear_sq_norms: Triton could not compile or load.*{remedy}"):
-        assert torch.equal(ops.run("linear_sq_norms", a, g), want)
-    assert torch.equal(ops.run("linear_sq_norms", a, g), want)
-    assert asked.count("linear_sq_norms") == 1, "not tried again"
-    ops.run("linear_sq_norms", a[:, :, :4], g[:, :, :4])
-    assert asked.count("linear_sq_norms") == 2, "other sizes are another kernel"
-
-
-def test_images_are_the_definitions_where_their_kernel_does_not_load(monkeypatch):
-    importorskip("triton")
-    asked = failing(
-        monkeypatch, RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
-    )
-    with warned("shape_images_(from|at): Triton could not compile or load"):
-        assert not ops.images_agree(torch.device("cpu"), IMAGES[0])
-    assert not ops.images_agree(torch.device("cpu"), IMAGES[0])
-    assert asked.count("shape_images_from") == 1
-
-
-def test_no_kernel_runs_on_amd(monkeypatch):
-    importorskip("triton")
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(ops, "has_triton", cache(ops.has_triton.__wrapped__))
-    monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
-    with warned("AMD"):
-        assert ops.backend_for() == "torch"
-    assert ops.backend_for() == "torch"
-
-
-def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch):
-    importorskip("triton")
-    a = draw(2, 1, 5, 3, dtype=torch.float32)
-    for error in (
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        TypeError("no"),
-        ValueError(),
-    ):
-        failing(monkeypatch, error)
-        with raises(type(error)):
-            ops.run("linear_sq_norms", a, a)
-    failing(monkeypatch, RuntimeError("PassManager::run failed"))
-    with ops.using("triton"), raises(RuntimeError):  # asked for by name, as in tests and benchmarks
-        ops.run("linear_sq_norms", a, a)
-
-
-# -- kernels that are wrong
-# ----------------------------------------------------------------------------------------------
-
-
-def wrong_in(sample, factor):
-    """Kernels that give the definition but for one sample."""
-
-    def kernel(name):
-        right = getattr(__import__(ops.TABLE[name]["torch"], fromlist=[name]), name)
-
-        def spoilt(*args):
-            result = right(*args)
-            first = result[0] if isinstance(result, tuple) else result
-            first[sample : sample + 1] *= factor
-            return result
-
-        return spoilt
-
-    return kernel
-
-
-def calls_of(dtype):
-    """An op with one result and one with two, twelve samples."""
-    a = draw(12, 1, 5, 3, dtype=dtype)
-    g = draw(12, 1, 5, 4, dtype=dtype)
-    x = draw(12, 1, 6, 7, dtype=dtype)
-    return {"linear_sq_norms": (a, g), "channel_sums": (x, x.flip(0))}
-
-
-@mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
-@mark.parametrize(
-    ("dtype", "factor"), [(torch.float32, 1.02), (torch.bfloat16, 1.2), (torch.float32, math.nan)]
-)
-def test_a_wrong_kernel_is_switched_off_at_its_first_call(monkeypatch, op, dtype, factor):
-    args = calls_of(dtype)[op]
-    want = ops.get(op, "torch")(*args)
-    asked = with_kernel(monkeypatch, wrong_in(11, factor))
-    short = str(dtype).removeprefix("torch.")
-    with warned(rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"):
-        found = ops.run(op, *args)
-    assert_close(found, want, rtol=0, atol=0)
-    assert [name for name, _ in ops.switched_off()] == [op]
-    asked.clear()
-    ops.run(op, *args)
-    ops.run(op, *(t[:9] for t in args))  # another call of this kind
-    assert asked == [f"{op}, torch"] * 2
-    assert not ops.switched_off()[1:]
-
-
-def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch):
-    asked = with_kernel(monkeypatch, wrong_in(0, 2.0))
-    a, g = calls_of(torch.float32)["linear_sq_norms"]
-    with warns(FastlrWarning):
-        ops.run("linear_sq_norms", a, g)
-        ops.run("linear_sq_norms", a.double().half(), g.half())
-    asked.clear()
-    ops.run("linear_sq_norms", a.bfloat16(), g.bfloat16())
-    assert asked == ["linear_sq_norms, torch"]
-    found = json.loads(json.dumps(ops.switched_off()))
-    with_kernel(monkeypatch, wrong_in(0, 1.0))  # another rank, whose kernels agree
-    ops.run("linear_sq_norms", a, g)
-    assert ops.switched_off() == []
-    ops.switch_off(found)
-    assert ops.switched_off() == found
-    asked = with_kernel(monkeypatch, wrong_in(0, 1.0))
-    ops.switch_off(found)
-    ops.run("linear_sq_norms", a, g)
-    assert asked == ["linear_sq_norms, torch"]
-
-
-@mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
-def test_a_right_kernel_is_compared_once(monkeypatch, op, dtype):
-    args = calls_of(dtype)[op]
-    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
-    want = ops.run(op, *args)
-    assert asked[0] == op
-    assert len(asked) > 1
-    for given in (args, tuple(t[:11] for t in args), args):  # another batch of this kind as well
-        asked.clear()
-        found = ops.run(op, *given)
-        assert asked == [op], "no comparison"
-    assert_close(found, want, rtol=0, atol=0)
-    assert ops.switched_off() == []
-
-
-def test_sums_that_cancel_are_not_mistaken_for_errors(monkeypatch):
-    """A bias gradient of rounding alone teaches nothing of the kernel's sums but their size.
-
-    The kernel adds in another order.
-    """
-
-    def backwards(name):
-        return lambda g, other, axes: g.flip(1).cumsum(1)[:, -1]
-
-    with_kernel(monkeypatch, backwards)
-    g = draw(4, 4000, 3, dtype=torch.float64)
-    g = (g - g.mean(1, keepdim=True)).float()
-    ops.run("broadcast_sums", g, None, [1])
-    assert ops.switched_off() == []
-
-
-def test_zeros_are_no_proof(monkeypatch):
-    """Gradients behind a zero residual branch prove nothing: drawn numbers are compared instead."""
-    with_kernel(monkeypatch, wrong_in(0, 2.0))
-    a, g = calls_of(torch.float32)["linear_sq_norms"]
-    with warned("linear_sq_norms"):
-        assert not ops.run("linear_sq_norms", a, 0 * g).any()
-
-
-def test_no_comparison_while_a_graph_is_captured(monkeypatch):
-    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
-    args = calls_of(torch.float32)["linear_sq_norms"]
-    with gathered():
-        ops.run("linear_sq_norms", *args)
-    assert asked == ["linear_sq_norms, torch"], "not compared yet: plain torch"
-    ops.run("linear_sq_norms", *args)
-    asked.clear()
-    with gathered():
-        ops.run("linear_sq_norms", *args)
-        ops.run("linear_sq_norms", *(t[:10] for t in args))
-    assert asked == ["linear_sq_norms"] * 2
-
-
-def test_memory_that_runs_out_in_the_comparison_breaks_nothing(monkeypatch):
-    def starved(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
-    args = calls_of(torch.float32)["linear_sq_norms"]
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_checks, "_deviation", starved)
-        assert ops.run("linear_sq_norms", *args).isfinite().all()
-    asked.clear()
-    ops.run("linear_sq_norms", *args)
-    assert len(asked) > 1, "compared as soon as there is memory"
-
-
-def test_images_are_held_to_every_bit(monkeypatch):
-    define = ops.get("shape_images_from", "reference")
-    options = {
-        "size": (3, 8, 9),
-        "rectangles": 2,
-        "circles": 2,
-        "seed": 1,
-        "table": None,
-        "dtype": torch.float32,
-    }
-
-    def one_bit(first, n, **how):
-        images = define(first, n, **how)
-        images[-1, 0, 0, 0] += 2.0**-20
-        return images
-
-    right = {name: ops.get(name, "reference") for name in ("shape_images_from", "shape_images_at")}
-    asked = with_kernel(monkeypatch, right.__getitem__)
-    assert ops.images_agree(torch.device("cpu"), options)
-    asked.clear()
-    assert ops.images_agree(torch.device("cpu"), {**options, "seed": 2})
-    assert not asked
-    with_kernel(monkeypatch, {**right, "shape_images_from": one_bit}.__getitem__)
-    with warned("shape_images_from"):
-        assert not ops.images_agree(torch.device("cpu"), options)
-
-
-def test_kernels_are_held_to_all_digits():
-    """The twin's products on a GPU are without TF32, and the user's setting is restored."""
-    flags = [(torch.backends.cudnn, "allow_tf32"), (torch.backends.cuda.matmul, "allow_tf32")]
-    flags.append((torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"))
-    before = [getattr(of, name) for of, name in flags]
-    seen = list[bool]()
-
-    def twin(x):
-        seen.extend(getattr(of, name) for of, name in flags)
-        return x.sum(1)
-
-    try:
-        for of, name in flags:
-            setattr(of, name, True)
-        kernel_checks.compared(lambda x: x.sum(1), twin, (torch.ones(3, 4),), (0,))
-        assert seen
-        assert not any(seen)
-        assert all(getattr(of, name) for of, name in flags)
-    finally:
-        for (of, name), value in zip(flags, before, strict=True):
-            setattr(of, name, value)
-
-
-def test_a_kind_of_call_is_what_kernels_go_by():
-    t = torch.zeros(5, 16, 6, 8)
-    given = [
-        t,
-        t.contiguous(memory_format=torch.channels_last),
-        t[..., :7],
-        t.half(),
-        torch.zeros(5, 20, 6, 8),
-    ]
-    given += [
-        torch.zeros(5, 16, 6, 9)[..., 1:],
-        torch.zeros(1 + t.numel())[1:].view(t.shape),
-        t[..., :1].expand_as(t),
-    ]
-    how = geometry(2, padding=1, groups=8)
-    calls = [(variant, how, True) for variant in given] + [(t, how, False)]
-    calls += [
-        (t, how._replace(**{name: (2, 1)}), True)
-        for name in ("stride", "padding", "dilation", "output_padding")
-    ]
-    calls += [(t, how._replace(transposed=True), True), (t, how._replace(groups=4), True)]
-    for kinds in (
-        [kernel_checks.signature(call, (0,)) for call in calls],
-        [ops._key_of_call("", call) for call in calls],
-    ):
-        assert len(set(kinds)) == len(kinds)
-    other = (torch.ones(6, 16, 6, 8), how._replace(groups=24), True)
-    assert kernel_checks.signature(other, (0,)) == kernel_checks.signature(calls[0], (0,))

@@ -12,7 +12,7 @@ from untouched import untouched
 
 from fastlr import memorization_gain
 from fastlr.errors import InputError, ModelError
-from fastlr.ops.reference.theory import local_redundancy_exact
+from fastlr.metrics.exact import local_redundancy_exact
 
 
 def tiny(classes=2, hidden=3):

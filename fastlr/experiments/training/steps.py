@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, first_line, warn
-from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, relied_on
+from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, graph_key
 from fastlr.experiments.runs.folder import random_states, set_random_states
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import compile_errors
@@ -87,7 +87,7 @@ class TrainingSteps:
         self._pool = torch.cuda.graph_pool_handle() if graph and device.type == "cuda" else None
         self._captures = Recent[tuple, Captured](HELD)
         self._launched: set[tuple] = set()
-        self._relied_on: tuple | None = None
+        self._key: tuple | None = None
 
     def __call__(self, *inputs: Tensor | int) -> Any:
         """Do a step; the result is valid until the next one."""
@@ -107,7 +107,7 @@ class TrainingSteps:
 
         This is the model and the tensors that a step changes.
         """
-        if len(self._captures) and self._relied_on != relied_on(self.model, self.changed()):
+        if len(self._captures) and self._key != graph_key(self.model, self.changed()):
             self.discard()
 
     def discard(self) -> None:
@@ -135,7 +135,7 @@ class TrainingSteps:
             self.discard()
             return None
         self.captures += 1
-        self._relied_on = relied_on(self.model, self.changed())
+        self._key = graph_key(self.model, self.changed())
         return self._captures.put(key, captured)
 
 

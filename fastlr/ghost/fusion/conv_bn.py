@@ -2,7 +2,7 @@
 
 With its rule.
 
-The definitions and identities are in fastlr.ops.reference.folded; which blocks of a model run so is
+The definitions and identities are in fastlr.ops.folded; which blocks of a model run so is
 decided in fastlr.ghost.fusion.mode.
 """
 
@@ -21,6 +21,7 @@ from fastlr.ghost.factors import Factor, Norms
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ghost.sample_axis import Regular
+from fastlr.ops.activations import value_of
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (
@@ -32,7 +33,6 @@ from fastlr.ops.folded import (
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.objects import address, version
 from fastlr.ops.recent import Recent
-from fastlr.ops.reference.folded import value_of
 
 NODE = "FoldedConvBackward"
 ONE_IMAGE = Regular(0, 1, 1)
@@ -60,7 +60,7 @@ class Fold(NamedTuple):
         dtype: of the folded weight.
         eps: added to the variance.
         tensors: weight, bias, gamma, beta, running mean and variance, as
-            `fastlr.ops.reference.folded.fold_weights` takes them; or what gives them as long as
+            `fastlr.ops.folded.fold_weights` takes them; or what gives them as long as
             they exist.
     """
 
@@ -201,7 +201,7 @@ class BlockOptions(NamedTuple):
 
     Attributes:
         eps: of the batch norm.
-        activation: a key of fastlr.ops.reference.folded.ACTIVATIONS.
+        activation: a key of fastlr.ops.activations.ACTIVATIONS.
         dtype: of the block's work, autocast's perhaps.
         geometry: of the convolution.
         neighbours: what it does for the blocks around it. The node has three outputs then: its

@@ -5,7 +5,7 @@ A block is a convolution, batch norm in eval mode and an activation.
 While a `Folding` is active, every call of a torch function comes here first, and a table
 (calls.py) says what is done with it. A convolution's result is a `Pending` tensor that has not been
 computed. If batch norm, and then perhaps an activation, is the only thing that happens to it, the
-three run as one `FoldedConv` with folded weights (see fastlr.ops.reference.folded), whose rule
+three run as one `FoldedConv` with folded weights (see fastlr.ops.folded), whose rule
 gives the norms of the *original* parameters from the pass that gives the input gradient. Anything
 else computes what is pending as the model says. So blocks are found in whatever the forward pass
 does, control flow and functional calls included, and nothing is remembered that could become stale.

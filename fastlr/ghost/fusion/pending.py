@@ -42,9 +42,9 @@ from fastlr.ghost.fusion.conv_bn import (
 )
 from fastlr.ghost.fusion.squeeze_excitation import Gate
 from fastlr.ghost.graph import autocast_dtype
+from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.block import Loaded
 from fastlr.ops.geometry import ConvGeometry, kind_of
-from fastlr.ops.reference.folded import ACTIVATIONS
 from fastlr.ops.torch_private import (
     tree_leaves,
     tree_map_only,

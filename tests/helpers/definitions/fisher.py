@@ -28,20 +28,7 @@ def categorical_root_cotangent(
     index: Tensor,  # [B]
     seed: int,
 ) -> Tensor:  # [B, P, C]
-    """Rademacher cotangents: `householder_root` of each position's softmax, times random signs.
-
-    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words
-    in the stream "cotangent".
-
-    Args:
-        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN,
-            +inf or only -inf leave no distribution, all of the position is NaN.
-        index: global numbers of the samples [B], int64.
-        seed: of the signs, from 0 to 2^64 - 1.
-
-    Returns:
-        [B, P, C], float64.
-    """
+    """See fastlr.ops.fisher.categorical_root_cotangent."""
     count, positions, classes = z.shape
     element = torch.arange(positions * classes)
     words = random_words(seed, index.cpu(), STREAMS["cotangent"], -(-len(element) // 32))

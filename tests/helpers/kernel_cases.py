@@ -1,8 +1,7 @@
 """Calls of every op that has a kernel, on which kernels are held to plain torch.
 
 They have odd sizes, many memory formats and strides, and each kind of tile and of split. An op is
-held to them before it is timed, and by the tests; a few of the kind are in the package, for
-``fastlr doctor --kernels``.
+compared on them before it is timed, and by the tests.
 """
 
 from __future__ import annotations
@@ -14,8 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.convolution_cases import conv_cases, folded_calls, moments_cases
-from fastlr.ops.kernel_calls import channels_last, draw, swapped
+from bench.convolution_cases import (
+    channels_last,
+    conv_cases,
+    draw,
+    folded_calls,
+    moments_cases,
+    swapped,
+)
 
 
 def linear_cases() -> dict[str, tuple]:

@@ -5,30 +5,14 @@ Every rank gathers everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def fixed_order_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum tensors in their order, ``((p_0 + p_1) + p_2) + ...``, without rounding the result.
-
-    The sum is in float32 (in float64 for float64), not rounded afterwards.
-
-    Args:
-        parts: tensors of one shape and dtype, one for each rank.
-
-    Returns:
-        The sum, float32 or float64.
-    """
-    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part  # converted exactly
-    return total
+from fastlr.distributed.backends import fixed_order_sum
 
 
 def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
