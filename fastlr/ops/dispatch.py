@@ -134,19 +134,20 @@ def using(backend: str | None) -> Iterator[None]:
         backend: "torch", or "triton" for kernels that are not compared with plain torch; None for
             the usual choice.
     """
-    yield from _choosing(Choice(backend, checked=backend is None))
+    with _choosing(Choice(backend, checked=backend is None)):
+        yield
 
 
 @contextmanager
 def comparing() -> Iterator[Trust]:
     """Run ops by kernels on every device, and compare them as if none had been compared.
 
-    What it yields tells the outcome, which is forgotten afterwards.
+    Yields the outcome, which is dropped afterwards.
     """
     global _trust
     before, _trust = _trust, Trust()
     try:
-        with contextmanager(_choosing)(Choice("triton")):
+        with _choosing(Choice("triton")):
             yield _trust
     finally:
         _trust = before
@@ -160,9 +161,11 @@ def noting_launches(note: Callable[..., None] = lambda *launch: None) -> Iterato
         note: Function that is called with each launch that a GPU would make: a kernel, its
             arguments, its constants and options.
     """
-    yield from _choosing(Choice("triton", note=note))
+    with _choosing(Choice("triton", note=note)):
+        yield
 
 
+@contextmanager
 def _choosing(choice: Choice) -> Iterator[None]:
     global _choice
     before, _choice = _choice, choice
@@ -298,7 +301,7 @@ def _key_of_call(name: str, args: tuple[Any, ...]) -> tuple:
         elif type(a) is list:
             parts.append(tuple(a))
         elif type(a) is int:  # a seed, of which the compiler knows this
-            parts += (a == 1, a % 16 == 0)
+            parts += (a == 1, a % 16 == 0, a.bit_length() > 31)
         elif type(a) is not float:
             parts.append(a)
     return tuple(parts)
