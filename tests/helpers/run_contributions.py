@@ -1,6 +1,6 @@
 """Follow docs/extending.md in a copy of the package, and run its examples on the copy.
 
-Blocks that begin with ``# in FILE`` are added to that file, those with ``# in FILE, in _OPS`` to
+Blocks that begin with ``# in FILE`` are added to that file, those with ``# in FILE, in TABLE`` to
 the table there; the others are examples, whose runs are of two epochs a task here.
 """
 
@@ -11,16 +11,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DEFINITIONS = "tests/helpers/definitions"
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PLACE = re.compile(r"# in (?:fastlr/)?(\S+\.py)(, in _OPS)?.*\n")
+PLACE = re.compile(r"# in (?:fastlr/)?(\S+\.py)(, in TABLE)?.*\n")
 
 
 def copy_package(folder):
-    """Copy the package, with the kernels in it as they are installed."""
+    """Copy the package with the kernels in it, as they are installed, and the definitions."""
     home = folder / "fastlr"
     leave = shutil.ignore_patterns("__pycache__", "kernels")
     shutil.copytree(ROOT / "fastlr", home, ignore=leave)
     shutil.copytree(ROOT / "kernels", home / "kernels", ignore=leave)
+    shutil.copytree(ROOT / DEFINITIONS, home / DEFINITIONS, ignore=leave)
     return home
 
 
@@ -34,7 +36,7 @@ def add(path, text):
 def enter_op(path, line):
     """Put a line first into the table of ops."""
     text = path.read_text()
-    start = re.search(r"^_OPS\b.*\{\n", text, re.MULTILINE)
+    start = re.search(r"^TABLE = \{\n", text, re.MULTILINE)
     path.write_text(text[: start.end()] + line + text[start.end() :])
 
 
@@ -61,9 +63,9 @@ def main(rank, page, folder):
     examples = follow(page, home)
     # To be imported anew, but for the library that Triton can have once only.
     for name in [*sys.modules]:
-        if re.match(r"(fastlr|triton(?!\._C))\b", name):
+        if re.match(r"(fastlr|definitions|triton(?!\._C))\b", name):
             del sys.modules[name]
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = [str(folder), str((home / DEFINITIONS).parent)]
 
     from runs_here import messages_here
 
