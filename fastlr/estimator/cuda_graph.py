@@ -121,16 +121,20 @@ class Replays:
         self.held: dict[int, Replay] = {}
         self.planned: dict[int, Plan] = {}
         self.note: str | None = None
-        self._key: tuple = ()
+        self._key: tuple = ()  # of the model when the run under way began
         self._bad: list[Tensor] = []  # flags of the run under way
         self._audits: list[SampleAudit] = []  # to be run after all replays
 
     def begin(self) -> None:
         """Begin a run over the inputs."""
         self._bad, self._audits = [], []
-        if self.held and self._key != graph_key(self.engine.model):
+        key = () if self.recorder is None else graph_key(self.engine.model)
+        if key != self._key:
+            if self.held:
+                self.note = "CUDA graph captured again: the model's modules or memory changed"
             self.release()
-            self.note = "CUDA graph captured again: the model's modules or memory changed"
+            self.planned.clear()
+            self._key = key
 
     def ran(self, size: int) -> None:
         """Keep the plan of a chunk of this size, which the engine has run, for a capture."""
@@ -180,7 +184,6 @@ class Replays:
         plan = self.planned.pop(size, None)
         if plan is None or self.recorder is None or not self.engine.replayable(plan):
             return None
-        self._key = graph_key(self.engine.model)
         replay = self.held[size] = Replay(self.passes, plan, self.recorder(self.passes.view.device))
         return replay
 

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from subprocess import CalledProcessError
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,7 @@ class Trust:
 
 # One for the process, not for a context: the backward pass on a GPU runs in another thread.
 _choice = Choice()
+_one_notes = RLock()  # held by the thread that notes launches
 _trust = Trust()
 
 
@@ -161,7 +163,7 @@ def noting_launches(note: Callable[..., None] = lambda *launch: None) -> Iterato
         note: Function that is called with each launch that a GPU would make: a kernel, its
             arguments, its constants and options.
     """
-    with _choosing(Choice("triton", note=note)):
+    with _one_notes, _choosing(Choice("triton", note=note)):
         yield
 
 

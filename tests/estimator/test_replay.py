@@ -244,6 +244,17 @@ def test_program_that_changed_is_seen(device, change):
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
+def test_a_model_that_changed_before_its_first_capture_is_planned_again(device):
+    """A chunk that was run but not captured yet leaves a plan, of another structure then."""
+    model = captured_net(device)
+    graphs = estimator(model, 8)
+    graphs.measure()
+    model.head.bias.requires_grad_(False)
+    for _ in range(3):
+        agree(graphs.measure(), estimator(model, 8, graphs=False).measure())
+    assert graphs.chunks.replays.held and not graphs.chunks.replays.note
+
+
 def test_the_program_is_compared_once_a_measurement(device, monkeypatch):
     model = captured_net(device)
     graphs = estimator(model)

@@ -4,8 +4,10 @@ Kernels that are plain torch, spoilt or not, stand in for those of a GPU.
 """
 
 import math
+import time
 from functools import cache
 from subprocess import CalledProcessError
+from threading import Thread
 
 import torch
 from definitions import definition
@@ -302,6 +304,25 @@ def test_images_are_plain_torchs_where_their_kernel_does_not_load(monkeypatch):
         assert not ops.images_agree("shape_images_at", (numbers,), numbers, options)
     assert not ops.images_agree("shape_images_at", (numbers,), numbers, options)
     assert asked == ["shape_images_at"]
+
+
+def test_threads_note_launches_in_turn():
+    """Each leaves the choice of backends as it was."""
+    order = []
+
+    def note(thread):
+        with ops.noting_launches():
+            order.append((thread, "begins"))
+            time.sleep(0.01)
+            order.append((thread, "ends"))
+
+    threads = [Thread(target=note, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [what for _, what in order] == ["begins", "ends"] * 4
+    assert ops._choice == ops.Choice()
 
 
 def test_calls_have_one_key_where_kernels_see_no_difference():
