@@ -31,23 +31,21 @@ class Deviation(NamedTuple):
     Attributes:
         share: Deviation in parts of what is allowed; above 1 the result is wrong.
         relative: Deviation relative to the size of the right result.
-        is_empty: Whether no right result is finite and nonzero, so that nothing was learnt.
+        is_empty: Whether a right result has no finite nonzero element, so that nothing was learnt
+            of it.
     """
 
     share: float
     relative: float
     is_empty: bool = False
 
-    def or_worse(self, other: Deviation) -> Deviation:
-        """Return the larger deviation of two parts of a result."""
-        return Deviation(
-            max(self.share, other.share),
-            max(self.relative, other.relative),
-            self.is_empty and other.is_empty,
-        )
+    @staticmethod
+    def worst(of: Sequence[Deviation], is_empty: bool) -> Deviation:
+        """Return the largest of several deviations."""
+        share = max([each.share for each in of], default=0.0)
+        return Deviation(share, max([each.relative for each in of], default=0.0), is_empty)
 
 
-NONE = Deviation(0.0, 0.0, True)
 WRONG = Deviation(float("inf"), float("inf"))
 
 
@@ -64,12 +62,12 @@ def compared(
         samples: Positions of the arguments that have samples along axis 0.
         result: Result of the kernel for these arguments.
     """
-    worst = NONE
+    found = []
     device = next(a.device for a in leaves(args) if isinstance(a, Tensor))
     with torch.no_grad(), torch.autocast(device.type, enabled=False), never_cudnn():
         for part, picked in _parts(args, samples):
-            worst = worst.or_worse(_of_part(twin, picked, bool(samples), _picked(result, part)))
-    return worst
+            found.append(_of_part(twin, picked, bool(samples), _picked(result, part)))
+    return Deviation.worst(found, all(each.is_empty for each in found))
 
 
 def _parts(args: Sequence[Any], samples: Sequence[int]) -> Iterator[tuple[slice, Sequence[Any]]]:
@@ -101,17 +99,16 @@ def _of_part(
     right = _tensors(twin(*args))
     if [t.shape for t in right] != [t.shape for t in results]:
         return WRONG
-    deviation = NONE
-    for got, plain in zip(results, right, strict=True):
-        deviation = deviation.or_worse(_measured(got, plain, plain, 0.0, by_sample))
-    if deviation.share <= 1:
-        return deviation
-    deviation = NONE
+    pairs = zip(results, right, strict=True)
+    found = [_measured(got, plain, plain, 0.0, by_sample) for got, plain in pairs]
+    if all(each.share <= 1 for each in found):
+        return Deviation.worst(found, any(each.is_empty for each in found))
+    found = []
     exact, terms = (_tensors(twin(*changed(change, args))) for change in (_wide, _size))
     for got, plain, true, size in zip(results, right, exact, terms, strict=True):
         of_terms = IN_FLOAT32 * _largest(size.nan_to_num(0, 0), by_sample)
-        deviation = deviation.or_worse(_measured(got, plain, true, of_terms, by_sample))
-    return deviation
+        found.append(_measured(got, plain, true, of_terms, by_sample))
+    return Deviation.worst(found, any(each.is_empty for each in found))
 
 
 def _measured(
@@ -132,7 +129,7 @@ def _measured(
         return _largest(torch.where(finite, t.double().abs(), 0.0).nan_to_num(torch.inf), by_sample)
 
     off, rounding, scale = size_of(got - true), size_of(plain - true), size_of(true)
-    allowed = TOLERANCE.get(got.dtype, OF_SUMS) * scale + OF_TORCH * rounding + of_terms
+    allowed = TOLERANCE.get(plain.dtype, OF_SUMS) * scale + OF_TORCH * rounding + of_terms
     # What is zero and has to be zero is right; another number there is infinitely far off.
     share = torch.where(off > 0, off / allowed, 0.0).max()
     relative = torch.where(off > 0, off / scale, 0.0).max()

@@ -100,7 +100,11 @@ def test_calls_that_kernels_decline_are_recorded_and_timed_by_plain_torch(monkey
 
 def test_all_that_is_timed_is_compiled_before(monkeypatch):
     noted = []
-    monkeypatch.setattr(tune, "side_by_side", lambda run, device: run(lambda *l: noted.append(l)))
+
+    def note(*launch):
+        noted.append(launch)
+
+    monkeypatch.setattr(tune, "side_by_side", lambda run, device: run(note))
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
     call = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))

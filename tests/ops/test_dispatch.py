@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import fastlr
 from bench.convolution_cases import draw, geometry
 from fastlr.ops import dispatch as ops
-from fastlr.ops import kernel_checks
+from fastlr.ops import kernel_checks, linear
 from fastlr.ops.deferred_checks import gathered
 
 A, G = draw(12, 1, 5, 3), draw(12, 1, 5, 4)
@@ -250,6 +250,37 @@ def test_zeros_are_no_proof(monkeypatch):
     assert not ops.run("linear_sq_norms", A, 0 * G).any()
     assert not ops._trust.switched_off
     with warned("linear_sq_norms"):
+        ops.run("linear_sq_norms", A, G)
+
+
+def test_one_result_of_zeros_is_no_proof(monkeypatch):
+    """The input gradient behind a scale of zero, say, while other sums are not zero."""
+
+    def twice(a, g):
+        return (2 * a).sum(1), g.sum(1)
+
+    def get(name, backend):
+        return twice if backend == "triton" else sums
+
+    def sums(a, g):
+        return a.sum(1), g.sum(1)
+
+    monkeypatch.setitem(ops.TABLE, "sums", ops.Op("sums", "sums", (0, 1)))
+    gpu_with(monkeypatch, failing(RuntimeError()))
+    monkeypatch.setattr(ops, "get", get)
+    ones = torch.ones(3, 4)
+    ops.run("sums", 0 * ones, ones)
+    assert not ops._trust.switched_off
+    with warned("sums: its Triton kernel is off by 1 "):
+        assert ops.run("sums", ones, ones)[0].tolist() == [4.0] * 3
+
+
+def test_results_are_held_to_the_tolerance_of_plain_torchs_dtype(monkeypatch):
+    def in_bfloat16(a, g):
+        return 1.01 * linear.linear_sq_norms(a, g).bfloat16()
+
+    gpu_with(monkeypatch, {"linear_sq_norms": in_bfloat16}.get)
+    with warned("linear_sq_norms: its Triton kernel is off"):
         ops.run("linear_sq_norms", A, G)
 
 
