@@ -152,7 +152,7 @@ def recording(asked: dict[str, Asked], calls: Calls) -> Iterator[None]:
 
     by_kernel = dispatch._by_kernel
 
-    def noted(name: str, args: tuple) -> Any:
+    def noted(name: str, args: tuple, checked: bool) -> Any:
         with noting() as here, launching.noting(lambda *launch: None):
             ops.get(name, "triton")(*args)
         asked.update(here)
@@ -160,7 +160,7 @@ def recording(asked: dict[str, Asked], calls: Calls) -> Iterator[None]:
             if len(calls.setdefault(key, [])) < MOST_CALLS:
                 detached = changed(lambda a, _: a.detach() if isinstance(a, Tensor) else a, args)
                 calls[key].append((name, tuple(detached)))
-        return by_kernel(name, args)
+        return by_kernel(name, args, checked)
 
     with patch.object(dispatch, "_by_kernel", noted):
         yield
@@ -236,7 +236,8 @@ def compile_all(asked: dict[str, Asked], calls: Calls) -> None:
                     for op, args in calls[key]:
                         ops.get(op, "triton")(*args)
 
-    side_by_side(launch, torch.device("cuda"))
+    with suppress(ImportError):  # Triton before 3.5
+        side_by_side(launch, torch.device("cuda"))
 
 
 def main(arguments: list[str] | None = None) -> int:

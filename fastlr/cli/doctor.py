@@ -219,7 +219,7 @@ def kernels() -> list[Finding]:
     elif not gpu and not interpreted:
         why = "no GPU: the kernels run in Triton's interpreter only"
     if why is not None:
-        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (two minutes)"
+        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (some minutes)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
     if not gpu:
         repair_interpreter()

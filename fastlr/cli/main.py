@@ -212,7 +212,7 @@ def estimate(
 
 def doctor(
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Also hold every GPU kernel to plain torch.")
+        bool, typer.Option("--kernels", help="Also compare every GPU kernel with plain torch.")
     ] = False,
 ) -> None:
     """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""

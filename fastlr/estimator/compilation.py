@@ -55,12 +55,13 @@ def compile_kernels(passes: Passes, start: int, stop: int) -> None:
 def side_by_side(run: Callable[[Callable[..., None]], Any], device: torch.device) -> None:
     """Compile kernels side by side.
 
-    Triton before 3.5, which has no asynchronous compiler, compiles them at their launches.
-
     Args:
         run: Function that calls its argument with each launch: a kernel, its arguments, its
             constants and options.
         device: Device of the kernels.
+
+    Raises:
+        ImportError: Triton has no asynchronous compiler, as before 3.5.
     """
     mode_of: Any = import_module("triton.runtime._async_compile").AsyncCompileMode
 
@@ -73,8 +74,7 @@ def side_by_side(run: Callable[[Callable[..., None]], Any], device: torch.device
         context = copy_context()  # backward passes run in other threads
 
         def note(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-            options = {"grid": (1,), **constants}
-            context.copy().run(lambda: kernel.warmup(*args, **options))
+            context.copy().run(lambda: kernel.warmup(*args, grid=(1,), **constants))
 
         run(note)
         for compiled in list(mode.raw_futures):
@@ -83,9 +83,8 @@ def side_by_side(run: Callable[[Callable[..., None]], Any], device: torch.device
 
 def threads() -> int:
     """Return the number of threads that compile: the cores that this rank may use."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(MOST_THREADS, (available or 1) // ranks))
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 @cache

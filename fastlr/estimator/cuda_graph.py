@@ -131,7 +131,9 @@ class Replays:
         key = () if self.recorder is None else graph_key(self.engine.model)
         if key != self._key:
             if self.held:
-                self.note = "CUDA graph captured again: the model's modules or memory changed"
+                self.note = (
+                    "CUDA graph captured again: the model's memory, attributes or hooks changed"
+                )
             self.release()
             self.planned.clear()
             self._key = key

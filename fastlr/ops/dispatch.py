@@ -179,9 +179,11 @@ def _choosing(choice: Choice) -> Iterator[None]:
 
 def backend_for(*args: Any) -> str:
     """Return the backend that an op on these arguments is first asked of."""
-    if _choice.backend is not None:
-        return _choice.backend
-    return "triton" if has_triton() and _on_gpu(args) else "torch"
+    return _backend(_choice, args)
+
+
+def _backend(choice: Choice, args: tuple[Any, ...]) -> str:
+    return choice.backend or ("triton" if has_triton() and _on_gpu(args) else "torch")
 
 
 def run(name: str, *args: Any) -> Any:
@@ -189,15 +191,18 @@ def run(name: str, *args: Any) -> Any:
 
     Plain torch serves also where the kernel does not cover the call or is not trusted.
     """
-    result = NotImplemented
-    if TABLE[name].kernel is not None and backend_for(*args) == "triton":
-        result = _by_kernel(name, args) if _choice.note is None else _noted(name, args)
+    choice, result = _choice, NotImplemented  # another thread may change the choice meanwhile
+    if TABLE[name].kernel is not None and _backend(choice, args) == "triton":
+        if choice.note is None:
+            result = _by_kernel(name, args, choice.checked)
+        else:
+            result = _noted(name, args, choice.note)
     return get(name, "torch")(*args) if result is NotImplemented else result
 
 
-def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
+def _by_kernel(name: str, args: tuple[Any, ...], checked: bool) -> Any:
     """Return the result of an op's kernel; NotImplemented where plain torch has to serve."""
-    if not _choice.checked:
+    if not checked:
         return get(name, "triton")(*args)
     if name in _trust.switched_off:
         return NotImplemented
@@ -212,13 +217,12 @@ def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
     deviation = compared(get(name, "torch"), args, TABLE[name].samples, result)
     if deviation.share > 1:
         tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
-        shapes = ", ".join(str(list(t.shape)) for t in tensors)
-        dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        shapes = ", ".join(f"{list(t.shape)} {t.dtype}" for t in tensors)
         _trust.switch_off(
             name,
             f"its Triton kernel is off by {deviation.relative:.2g} of the result of plain torch "
-            f"for tensors of {shapes} ({dtypes}), {deviation.share:.2g} times what rounding "
-            "explains. Please report it with what `fastlr doctor --kernels` prints",
+            f"for tensors of {shapes}: {deviation.share:.2g} times what rounding explains. "
+            "Please report it with what `fastlr doctor --kernels` prints",
         )
         return NotImplemented
     if not deviation.is_empty:
@@ -245,12 +249,12 @@ def _compiled(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return NotImplemented
 
 
-def _noted(name: str, args: tuple[Any, ...]) -> Any:
+def _noted(name: str, args: tuple[Any, ...], note: Callable[..., None]) -> Any:
     """Note the launches of an op, and return plain torch's result as the kernel would give it.
 
     Dtypes and strides are the kernel's, so that what follows is launched as after the kernel.
     """
-    with import_module("fastlr.kernels.launching").noting(_choice.note):
+    with import_module("fastlr.kernels.launching").noting(note):
         empty = get(name, "triton")(*args)
     if empty is NotImplemented:
         return empty

@@ -356,6 +356,20 @@ def test_threads_note_launches_in_turn():
     assert ops._choice == ops.Choice()
 
 
+def test_another_thread_may_note_launches_meanwhile(monkeypatch):
+    """A call that begins while launches are noted ends as it began, and the other way round."""
+    importorskip("triton")
+    on = ops.has_triton
+
+    def ends_or_begins():
+        monkeypatch.setattr(ops, "_choice", ops.Choice("triton", note=print))
+        return on()
+
+    monkeypatch.setattr(ops, "has_triton", ends_or_begins)
+    want = ops.get("linear_sq_norms", "torch")(A, G)
+    assert torch.equal(ops.run("linear_sq_norms", A, G), want)
+
+
 def test_calls_have_one_key_where_kernels_see_no_difference():
     t = torch.zeros(5, 16, 6, 8)
     given = [
