@@ -178,12 +178,13 @@ class Captured:
         """Repeat the function on other inputs and return its result.
 
         Raises:
-            ShapeChanged: An input has another shape than the captured one.
+            ShapeChanged: An input has another shape than the captured one, or another value if it
+                is no tensor.
         """
         for fixed, given in zip(self._inputs, inputs, strict=True):
+            if getattr(given, "shape", given) != getattr(fixed, "shape", fixed):
+                raise ShapeChanged
             if isinstance(fixed, Tensor):
-                if given.shape != fixed.shape:
-                    raise ShapeChanged
                 fixed.copy_(given)
         self.recorder.replay()
         return self.result

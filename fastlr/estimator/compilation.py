@@ -92,16 +92,15 @@ def hash_triton_in_background() -> Thread:
     """Hash Triton's own files in a thread, once a process.
 
     The hash is part of the key of every compiled kernel. It takes 2 s, and the first launch waits
-    for it. Triton must be installed.
+    for it.
 
     Returns:
         The thread, which nothing has to wait for.
     """
-    cache_module = import_module("triton.runtime.cache")
 
     def hash_files() -> None:
         with suppress(Exception):  # the first launch hashes them itself, and raises
-            cache_module.triton_key()
+            import_module("triton.runtime.cache").triton_key()
 
     thread = Thread(target=hash_files, daemon=True)
     thread.start()

@@ -24,7 +24,6 @@ from fastlr.errors import first_line
 from fastlr.estimator.capture import Captured, Recorder, ShapeChanged, graph_key
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.auditor import SampleAudit
-from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
 from fastlr.ghost.verification.audit import Draw
@@ -50,12 +49,13 @@ class Replay:
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         offsets = torch.arange(size, dtype=torch.int64, device=device)
         make = self._make = passes.inputs_on_device(size)
-        leaves, structure = ([], None) if make is not None else tree_flatten(passes.inputs(0, size))
+        leaves, form = self._inputs(0)
+        self._form = form
 
         def chunk(*given: Any) -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, passes.autocast():
                 if make is None:
-                    x = tree_unflatten(given, structure)
+                    x = tree_unflatten(given, form)
                 else:
                     x = as_inputs(make(self.first))
                 table, output = self.engine.run_without_waiting_for_device(
@@ -68,6 +68,12 @@ class Replay:
         self.table, self.output, self.x, self.bad = self.captured.result
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
 
+    def _inputs(self, start: int) -> tuple[list[Any], Any]:
+        """Return the inputs that are copied into the graph, and their structure."""
+        return tree_flatten(
+            self.passes.inputs(start, start + self.size) if self._make is None else []
+        )
+
     def run(self, start: int) -> tuple[Tensor, Tensor]:
         """Replay samples start .. start + size - 1.
 
@@ -75,9 +81,9 @@ class Replay:
             (squared norms [parameters, B]; True on the device if something is not finite).
         """
         self.first.fill_(start)
-        leaves: list[Any] = []
-        if self._make is None:
-            leaves, _ = tree_flatten(self.passes.inputs(start, start + self.size))
+        leaves, form = self._inputs(start)
+        if form != self._form:
+            raise ShapeChanged
         self.table.fill_(math.nan)  # a replay that writes nothing leaves it so
         begin_pass(self.view.module)
         self.captured.replay(leaves)
@@ -172,8 +178,8 @@ class Replays:
             table, bad = replay.run(stop - size)
             self._bad.append(bad)
             self._audits += replay.audits(stop - size, draw)
-        except (RuntimeError, Rerouted, ShapeChanged) as error:
-            # A capture that fails leaves the model as it was.
+        except Exception as error:
+            # A capture that fails leaves the model as it was; the chunk itself says what is wrong.
             if out_of_memory(error):
                 self.release()
                 raise

@@ -476,6 +476,34 @@ def test_inputs_without_a_kernel_are_copied(device):
     )
 
 
+class Differing(fastlr.TensorInputs):
+    """Some batches have another number, or another name."""
+
+    def __init__(self, x, name):
+        super().__init__(x)
+        self.name = name
+
+    def batch(self, start, stop, **how):
+        x = super().batch(start, stop, **how)
+        inside = 8 <= start < 32
+        if self.name == "number":
+            return {"x": x, "scale": 2.0 if inside else 1.0}
+        return {"x": x, "other" if inside else "scale": x.new_ones(len(x), 1)}
+
+
+@mark.parametrize("name", ["number", "name"])
+def test_batches_that_differ_in_more_than_shapes_are_not_replayed(name):
+    def scaled(m, x, scale=1.0, other=3.0):
+        return m.layer(x.flatten(1)) * scale * other
+
+    torch.manual_seed(0)
+    model = Written(scaled, layer=nn.Linear(3 * 16 * 16, 3))
+    inputs = Differing(torch.randn(40, 3, 16, 16), name)
+    graphs = estimator(model, inputs=inputs)
+    for _ in range(2):
+        agree(graphs.measure(), estimator(model, graphs=False, inputs=inputs).measure())
+
+
 def test_autocast(device):
     model = captured_net(device)
     low = {"dtype": torch.bfloat16}
