@@ -29,7 +29,7 @@ class Recorder(Protocol):
     def capture(self, function: Callable[[], Any]) -> Any:
         """Run the function to warm up, then capture it; return its result.
 
-        Every replay fills the tensors of the result anew.
+        Every replay fills the tensors of the result.
         """
 
     def replay(self) -> None:
@@ -158,7 +158,7 @@ class Captured:
             that no replay reads memory that was given back.
 
     Attributes:
-        result: The function's result, whose tensors every replay fills anew.
+        result: The function's result, whose tensors every replay fills.
     """
 
     def __init__(

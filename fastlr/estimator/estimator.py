@@ -115,7 +115,7 @@ class LocalRedundancy:
     def release(self) -> None:
         """Give back the GPU memory that is held between measurements: captured chunks.
 
-        The next measurement captures them anew. On a CPU nothing is held.
+        The next measurement captures them again. On a CPU nothing is held.
         """
         self.chunks.replays.release()
 
@@ -254,7 +254,7 @@ class LocalRedundancy:
     def _digest(self, used: int, identity: str) -> str:
         """Return a hash of the first two inputs and the last, made on the CPU in float32.
 
-        It is made anew at each measurement where nothing tells whether the inputs are as they were.
+        It is computed at each measurement if nothing says whether the inputs have changed.
         """
         if not tells_all(identity):
             return inputs_hash(self.options.inputs, used, self.options.seed)

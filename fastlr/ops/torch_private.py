@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
 from fastlr.ops.modules import all_modules
@@ -66,17 +65,6 @@ StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running
 Convolution = _get("nn.modules.conv._ConvNd")
 HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
-
-
-class DispatchMode(TorchDispatchMode):
-    """A mode that sees operations on tensors, and has torch import no compiler for it.
-
-    torch keeps its compiler out of such modes, and imports it to do so: most of a second, once.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 # -- calls and tensors

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.ops.block import changed
-from fastlr.ops.torch_private import DispatchMode
 
 BORDER = 1 << 12  # elements before and behind a tensor: more than a tile reaches
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ ALLOCATIONS = (
 )
 
 
-class Borders(DispatchMode):
+class Borders(TorchDispatchMode):
     """As a context, it puts tensors that are allocated within into the middle of buffers of NaN.
 
     What is read there shows in results; what is written there, `broken` finds. Buffers of integers
