@@ -114,9 +114,11 @@ def unfolded_blocks(estimator: LocalRedundancy) -> list[str]:
     """Return which batch norms ran unfolded in the last forward pass, and why."""
     modules = estimator.view.module.modules()
     norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
-    blocks = estimator.passes.engine.folding.blocks
-    if norms and blocks.disabled:
-        return [f"no batch norm is folded: {blocks.disabled}"]
+    engine = estimator.passes.engine
+    blocks = engine.folding.blocks
+    disabled = blocks.disabled or engine.reason
+    if norms and disabled:
+        return [f"no batch norm is folded: {disabled}"]
     reasons = blocks.not_folded | blocks.refused
     unfolded_names = [name for name, reason in reasons.items() if reason != NO_NORM]
     problems = [f"{name} is not folded: {reasons[name]}" for name in unfolded_names]

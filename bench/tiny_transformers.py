@@ -29,10 +29,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fastlr.ghost import backward, engine
+from fastlr.ghost import engine
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.known import Key
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.graph.plan import Key
+from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.norms import sq_norms as backward
 
 LENGTH, TOKENS = 16, 100
 SIZES: dict[str, Any] = {

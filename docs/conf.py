@@ -50,8 +50,8 @@ class SupportedOperations(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Build the table."""
-        from fastlr.ghost.graph import VIEWS
-        from fastlr.ghost.rules import DESCRIPTIONS
+        from fastlr.ghost.graph.walk import VIEWS
+        from fastlr.ghost.norms.rules import DESCRIPTIONS
 
         about: dict[str, list[str]] = {}
         for kind, text in DESCRIPTIONS.items():

@@ -16,7 +16,7 @@ from ranks import good, run_ranks
 
 import fastlr
 from fastlr.cli.main import app, main
-from fastlr.ghost.rules import DESCRIPTIONS
+from fastlr.ghost.norms.rules import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

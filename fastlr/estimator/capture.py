@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.state import Attributes
-from fastlr.ghost.writes import begin_pass
+from fastlr.ghost.model.attributes import Attributes
+from fastlr.ghost.model.writes import begin_pass
 from fastlr.ops.objects import INTERNAL, address
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 

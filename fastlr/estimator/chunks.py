@@ -18,7 +18,7 @@ from fastlr.estimator.memory import chunk_for_memory
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.trust.audits import Draw
 from fastlr.ops.deferred_checks import out_of_memory
 
 BATCH_PROBE_SIZE = (

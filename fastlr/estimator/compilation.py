@@ -22,7 +22,7 @@ import torch
 from fastlr import ops
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.trust.audits import Draw
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.process_state import quiet_rng, warnings_ignored
 
@@ -38,7 +38,7 @@ def compile_kernels(passes: Passes, start: int, stop: int) -> None:
         start: Number of the chunk's first input.
         stop: Number after its last one.
     """
-    if passes.engine.known.by_flags or not ops.has_triton():
+    if passes.engine.plans or not ops.has_triton():
         return
     own = Passes(passes.options, passes.view)
     own.engine = Engine(own.view)

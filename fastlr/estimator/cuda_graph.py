@@ -23,11 +23,10 @@ from torch import Tensor
 from fastlr.errors import first_line
 from fastlr.estimator.capture import Captured, Recorder, ShapeChanged, graph_key
 from fastlr.estimator.passes import Passes
-from fastlr.ghost.auditor import SampleAudit
-from fastlr.ghost.batch import as_inputs
-from fastlr.ghost.known import Plan
-from fastlr.ghost.verification.audit import Draw
-from fastlr.ghost.writes import begin_pass
+from fastlr.ghost.graph.plan import Plan
+from fastlr.ghost.model.batch import as_inputs
+from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.trust.audits import Draw, SampleAudit
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import gathered, out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
@@ -38,7 +37,7 @@ class Replay:
 
     Args:
         passes: Passes over chunks, of which their engine has run one of this size.
-        plan: Plan of that run (`Engine.plan`).
+        plan: Plan of that run.
         recorder: Recorder of the chunk; a `CudaRecorder` on a GPU.
     """
 
@@ -146,8 +145,8 @@ class Replays:
 
     def ran(self, size: int) -> None:
         """Keep the plan of a chunk of this size, which the engine has run, for a capture."""
-        plan = self.engine.plan() if self._wanted() else None
-        if plan is not None and plan.count == size:
+        plan = self.engine.plan if self._wanted() else None
+        if plan is not None and plan.count == size and self.engine.replayable(plan):
             self.planned[size] = plan
 
     def _wanted(self) -> bool:

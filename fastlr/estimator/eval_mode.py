@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from fastlr.ghost.writes import unchanged
+from fastlr.ghost.model.writes import unchanged
 from fastlr.ops.cudnn import never_cudnn, repeatable_cudnn
 from fastlr.ops.process_state import quiet_rng
 

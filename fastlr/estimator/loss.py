@@ -19,15 +19,17 @@ from fastlr.estimator.passes import default_predictive, ends_in_sigmoid, warn_of
 from fastlr.estimator.predictive import Predictive
 from fastlr.estimator.whole_batch import refuse_mixed_gradients, require_hooks_to_add
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.arguments import arguments
-from fastlr.ghost.batch import copied
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.graph import autocast_dtype, dense, walk
-from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, select_output
-from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.refusals import refusals
-from fastlr.ghost.verification.company import InBatch
-from fastlr.ghost.writes import LARGE, forward_pass, passes_write
+from fastlr.ghost.fusion.recurrent import Unfused
+from fastlr.ghost.graph.formulas import dense
+from fastlr.ghost.graph.walk import walk
+from fastlr.ghost.model.arguments import arguments
+from fastlr.ghost.model.batch import copied
+from fastlr.ghost.model.refusals import refusals
+from fastlr.ghost.model.view import FAILURES, ModelView, OutputSelector, select_output
+from fastlr.ghost.model.writes import LARGE, forward_pass, passes_write
+from fastlr.ghost.trust.company import InBatch
+from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.fisher import power_of_two, signs
@@ -159,9 +161,9 @@ def redundancy_loss(
         with _second_derivatives_named():
             norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
             values = torch.stack(norms).sum(0)
-            if carriers is None:
+            if carriers is None and engine.plan is not None:
                 _differentiate_once_more(values, parameters)
-                _checked[view.module][engine, key] = engine.inputs_with_samples(x)[1]
+                _checked[view.module][engine, key] = engine.plan.carriers
     return (values if reduction == "none" else values / len(z)).to(
         torch.promote_types(z.dtype, torch.float32)
     )

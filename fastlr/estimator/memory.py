@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model.view import ModelView
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes, total_bytes
 from fastlr.ops.objects import storage

@@ -12,7 +12,7 @@ from fastlr.errors import InputError
 from fastlr.estimator.predictive import PROBES, Predictive
 from fastlr.estimator.progress import OnProgress
 from fastlr.estimator.statistics import count
-from fastlr.ghost.model_io import OutputSelector
+from fastlr.ghost.model.view import OutputSelector
 from fastlr.ops.philox import check_seed
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,13 +19,13 @@ from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Predictive
 from fastlr.estimator.whole_batch import gradient_of_batch, refuse_mixed_gradients
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import along, copied
-from fastlr.ghost.cotangents import Scaled
 from fastlr.ghost.engine import ChunkNorms
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.refusals import refusals
-from fastlr.ghost.support_report import shared_inputs
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.model.batch import along, copied
+from fastlr.ghost.model.refusals import refusals
+from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.norms.cotangents import Scaled
+from fastlr.ghost.report import shared_inputs
+from fastlr.ghost.trust.audits import Draw
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import refuse_where
 from fastlr.ops.torch_private import tree_map
@@ -201,8 +201,10 @@ class Passes:
 
     def _warn_of_shared_rows(self, x: Any) -> None:
         """Warn of inputs with as many rows as samples of which every sample uses all."""
-        count, carriers = self.engine.inputs_with_samples(x)
-        shared = shared_inputs(x, count, carriers, self.options.in_dim)
+        plan = self.engine.plan
+        assert plan is not None  # a chunk was measured
+        count = plan.count
+        shared = shared_inputs(x, plan, self.options.in_dim)
         names = [name for name, has_a_row_a_sample in shared if has_a_row_a_sample]
         if count > 1 and names:
             warn(
@@ -221,7 +223,7 @@ class Passes:
             two = self.inputs(few.start, few.stop)
             with self.autocast():
                 self.engine.run(two, self.cotangent(few, two, "sampled"), Draw(2))
-                if self.engine.ledger.loop:
+                if self.engine.plan is not None and self.engine.plan.by_sample:
                     refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
         x = self.inputs(start, stop)

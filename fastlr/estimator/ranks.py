@@ -5,7 +5,7 @@ They measure the same, change together what runs, and merge what they have measu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -66,7 +66,9 @@ def buffers_of_rank_0(members: Team, model: nn.Module) -> Iterator[None]:
             b.data.copy_(values)
 
 
-def holds_on_all(members: Team, engine: Engine, chunks: Chunks, failed: int) -> bool:
+def holds_on_all(
+    members: Team, engine: Engine, chunks: Chunks, failed: int, rungs: Collection[int]
+) -> bool:
     """Return True if the measurement holds for all ranks.
 
     Otherwise all ranks change together what runs, to measure again.
@@ -76,19 +78,21 @@ def holds_on_all(members: Team, engine: Engine, chunks: Chunks, failed: int) -> 
         engine: Engine of this rank.
         chunks: Chunks of this rank.
         failed: Number of audits that had failed before.
+        rungs: Rungs on which this rank has measured its chunks.
     """
-    loop = sorted(engine.ledger.loop)
-    states = members.share([chunks.replays.hold(), loop, engine.audits.failed > failed])
-    if all(state == [True, loop, False] for state in states):
+    states = members.share([chunks.replays.hold(), engine.audits.failed > failed, sorted(rungs)])
+    hold, outdated, of_ranks = zip(*states, strict=True)
+    all_rungs = {rung for of_rank in of_ranks for rung in of_rank}
+    if all(hold) and not any(outdated) and len(all_rungs) <= 1:
         return True
-    _, loops, disproved = zip(*states, strict=True)
-    if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
+    if any(outdated):  # by one rank's sample, but the model has changed on all
         chunks.note(
             "an audit found that the model had changed: it was checked again and measured again"
         )
-        engine.distrust()
-    else:
-        engine.by_loop_from_now_on({name for names in loops for name in names})
+        engine.audits.failed = max(1, engine.audits.failed)
+        engine.forget_plans()
+    if all_rungs:
+        engine.step_down(max(all_rungs), "another part of the measurement has done so")
     return False
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InteractionError, NonlinearBackwardError
-from fastlr.ghost.auditor import hooked, random_gradient, require_hooks_to_scale
-from fastlr.ghost.batch import copied
-from fastlr.ghost.cotangents import generic_cotangent
 from fastlr.ghost.engine import Engine
-from fastlr.ghost.graph import dense, exact_grads, full_precision
-from fastlr.ghost.model_io import FAILURES, ModelView
-from fastlr.ghost.norms import norm_tolerance
-from fastlr.ghost.planner import COUNTED
-from fastlr.ghost.verification.agreement import norms_agree
+from fastlr.ghost.graph.formulas import dense
+from fastlr.ghost.model.batch import copied
+from fastlr.ghost.model.view import FAILURES, ModelView
+from fastlr.ghost.norms.cotangents import generic_cotangent
+from fastlr.ghost.trust.agreement import norm_tolerance, norms_agree
+from fastlr.ghost.trust.hooks import hooked, random_gradient, require_hooks_to_scale
+from fastlr.ghost.trust.planning import COUNTED
+from fastlr.ghost.trust.truth import exact_sq_norms
+from fastlr.ops.autocast import full_precision
 
 
 def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
@@ -30,21 +31,21 @@ def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
         InteractionError: a backward formula or a hook mixes samples, or counts those of the batch.
     """
     alone = engine.run(x, generic_cotangent, check=True)
-    view, by_loop = engine.view, engine.ledger.loop
-    if not by_loop:
+    view, plan = engine.view, engine.plan
+    if plan is None or not plan.by_sample:
         return
-    chosen = {name: p for name, p in engine.parameters.items() if name in by_loop}
-    for name in chosen:
-        if engine.ledger.parameters[name].reason == COUNTED:  # in a later batch, if not in this
+    chosen = {name: p for name, p in engine.parameters.items() if name in plan.by_sample}
+    for name, reason in plan.by_sample.items():
+        if reason == COUNTED:  # in a later batch, if not in this
             raise _mixed(f"the gradient of parameter {name}")
     with engine.without_caches(x):
         z = view.forward(copied(x))
     v = generic_cotangent(z)
-    close, norms_alone = norm_tolerance(view, engine.ledger, v.device), alone.per_parameter
+    close, norms_alone = norm_tolerance(chosen.values(), plan.dtype, v.device), alone.per_parameter
     for sample, total in enumerate(alone.total):
         own = torch.zeros_like(v)
         view.row(own, sample).copy_(view.row(v, sample))
-        for name, within in zip(chosen, exact_grads(z, chosen, own, retain=True), strict=True):
+        for name, within in zip(chosen, exact_sq_norms(z, chosen, own, retain=True), strict=True):
             if not norms_agree(within, norms_alone[name][sample], total, close):
                 raise _mixed(f"the gradient of parameter {name} for sample {sample}")
 
@@ -64,7 +65,8 @@ def gradient_of_batch(view: ModelView, z: Tensor, v: Tensor) -> list[Tensor]:
     v is scaled to unit size in the backward pass, so that half precision keeps its bits. So hooks
     of parameters must scale as it does, and gradients of parts add up to that of all.
     """
-    require_hooks_to_scale(view, z, v)
+    if view.has_hooked_parameters:
+        require_hooks_to_scale(view, z, v)
     require_hooks_to_add(view)
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)

@@ -5,7 +5,7 @@ Random samples of every measurement are compared with plain autograd.
 
 from fastlr.ghost.api import per_sample_grad_sq_norms, support_report
 from fastlr.ghost.engine import ChunkNorms, Engine
-from fastlr.ghost.support_report import ParameterSupport, SupportReport
+from fastlr.ghost.report import ParameterSupport, SupportReport
 
 __all__ = [
     "ChunkNorms",

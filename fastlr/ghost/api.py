@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import InputError
-from fastlr.ghost.copy_checks import with_deviations_of_copy
-from fastlr.ghost.cotangents import generic_cotangent
-from fastlr.ghost.engine import Cotangent, Engine, measured_by_new_engine
-from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.support_report import SupportReport, notes_of_shared, shared_inputs
+from fastlr.ghost.engine import Cotangent, Engine
+from fastlr.ghost.model.view import ModelView, OutputSelector
+from fastlr.ghost.norms.cotangents import generic_cotangent
+from fastlr.ghost.report import SupportReport
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.objects import PLAIN, number, weakly_by_module
 from fastlr.ops.recent import Recent
@@ -156,10 +155,4 @@ def support_report(
     with full_params(model):
         engine = engine_for(model, output, in_dim, out_dim)
         engine.run(x, generic_cotangent)
-        view, x = engine.view, engine.view.inputs(x)
-        count, carriers = engine.inputs_with_samples(x)
-        batch = view.batch(x, count, carriers)
-        ledger, copy = with_deviations_of_copy(view, batch, engine.ledger, measured_by_new_engine)
-        shared = shared_inputs(x, count, carriers, in_dim)
-        notes = notes_of_shared(shared)
-    return SupportReport.of(list(engine.parameters), ledger, copy, engine.folding, notes)
+        return SupportReport.of(engine, engine.view.inputs(x))

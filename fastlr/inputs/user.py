@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
-from fastlr.ghost.batch import require_pickable
+from fastlr.ghost.model.batch import require_pickable
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.objects import number, version
 from fastlr.ops.torch_private import tree_map_only

@@ -27,7 +27,7 @@ from fastlr.estimator.passes import Passes
 from fastlr.estimator.predictive import Categorical
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
-from fastlr.ghost.model_io import ModelView, unwrap
+from fastlr.ghost.model.view import ModelView, unwrap
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
 from fastlr.ops.model_lock import locked

@@ -10,7 +10,7 @@ from torch import nn
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError, warn
-from fastlr.ghost.model_io import trainable, unwrap
+from fastlr.ghost.model.view import trainable, unwrap
 from fastlr.integrations.measurement import Integration, Keep, Reading, rank
 from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.padding import refuse_padding
-from fastlr.ghost.batch import copied
-from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
-from fastlr.ghost.refusals import refusals
+from fastlr.ghost.model.batch import copied
+from fastlr.ghost.model.refusals import refusals
+from fastlr.ghost.model.view import ModelView, OutputSelector, call, select_output
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch
 from fastlr.metrics.rank import Spectrum
 from fastlr.metrics.value import Measure, check_known

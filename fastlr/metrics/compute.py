@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastlr.errors import InputError
-from fastlr.ghost.model_io import ModelView, OutputSelector
+from fastlr.ghost.model.view import ModelView, OutputSelector
 from fastlr.metrics.activations import MEASURES as ACTIVATIONS
 from fastlr.metrics.activations import activation_measures
 from fastlr.metrics.gradients import (

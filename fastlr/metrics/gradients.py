@@ -15,10 +15,10 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.estimator.whole_batch import gradient_of_batch, refuse_mixed_gradients
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import Batch, along, copied
-from fastlr.ghost.model_io import ModelView, OutputSelector
-from fastlr.ghost.refusals import refusals
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.model.batch import Batch, along, copied
+from fastlr.ghost.model.refusals import refusals
+from fastlr.ghost.model.view import ModelView, OutputSelector
+from fastlr.ghost.trust.audits import Draw
 from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
 from fastlr.ops.compiled_parts import uncompiled
@@ -241,7 +241,8 @@ def gradient_noise_scale(
         )
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
-    if engine_of(view).ledger.loop:
+    plan = engine_of(view).plan
+    if plan is not None and plan.by_sample:
         with eval_mode(view.module, view.device), uncompiled():
             refuse_mixed_gradients(engine_of(view), view.inputs(x))
     of_groups = _Groups(parts)

@@ -24,10 +24,10 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, real, regression_memorization_bound
 from fastlr.estimator.whole_batch import refuse_mixed_gradients
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.batch import copied
-from fastlr.ghost.cotangents import scaled
-from fastlr.ghost.model_io import FAILURES, ModelView, OutputSelector, require_graph
-from fastlr.ghost.refusals import refusals
+from fastlr.ghost.model.batch import copied
+from fastlr.ghost.model.refusals import refusals
+from fastlr.ghost.model.view import FAILURES, ModelView, OutputSelector, require_graph
+from fastlr.ghost.norms.cotangents import scaled
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
 from fastlr.ops.deferred_checks import out_of_memory

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
-from fastlr.ghost.model_io import FAILURES, sample_count
-from fastlr.ghost.writes import unchanged
+from fastlr.ghost.model.view import FAILURES, sample_count
+from fastlr.ghost.model.writes import unchanged
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import (
     tree_leaves,

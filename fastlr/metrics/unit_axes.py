@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastlr.ghost.model_io import FAILURES
+from fastlr.ghost.model.view import FAILURES
 from fastlr.ops.torch_private import no_torch_function, tree_leaves, tree_map
 
 Axes = tuple[int, ...]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError, few
-from fastlr.ghost.model_io import ModelView, unwrap
+from fastlr.ghost.model.view import ModelView, unwrap
 from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locks_model
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastlr.ghost.model_io import FAILURES
+from fastlr.ghost.model.view import FAILURES
 from fastlr.metrics.unit_axes import named, tensors_in
 from fastlr.ops.torch_private import no_torch_function, tree_map
 

@@ -21,6 +21,7 @@ from bench.gpu_run.runner import GpuRun, whole_lines
 from bench.gpu_run.steps import ROOT, Step
 from bench.paired import Wrong
 from fastlr import LocalRedundancy, ShapeImages, kernels
+from fastlr.ghost.engine import Rung
 
 
 @fixture
@@ -389,12 +390,12 @@ def test_batch_norms_that_are_not_folded_are_wrong_by_name():
     folds = estimator()
     test_estimate.check_mode(folds, test_estimate.MODES["default"])
     refuses = estimator()
-    refuses.passes.engine.folding.blocks.refuse_blocks(["0.weight"], "it rounds")
+    refuses.passes.engine.folding.blocks.refused["0.weight"] = "it rounds"
     with raises(Wrong, match="0.weight is not folded: it rounds"):
         test_estimate.check_mode(refuses, test_estimate.MODES["default"])
     test_estimate.check_mode(refuses, test_estimate.MODES["unfolded"])
     disabled = estimator()
-    disabled.passes.engine.folding.blocks.fold_nothing("it varies")
+    disabled.passes.engine.step_down(Rung.UNFOLDED, "it varies")
     with raises(Wrong, match="it varies"):
         test_estimate.check_mode(disabled, test_estimate.MODES["default"])
 

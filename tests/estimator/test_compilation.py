@@ -119,7 +119,7 @@ def test_an_estimate_is_the_same_and_its_engine_untouched(noted):
     assert found.value == expected.value
     assert one.engine.audits.failed == 0
     assert one.engine.audits.passed == plain.engine.audits.passed
-    assert one.engine.known.comparisons == plain.engine.known.comparisons == 1
+    assert one.engine.independence.comparisons == plain.engine.independence.comparisons == 1
     assert len(noted) == 1
 
 

@@ -19,8 +19,8 @@ from torch import nn
 import fastlr
 from fastlr.estimator.capture import CudaRecorder, graph_key
 from fastlr.estimator.cuda_graph import Replay
-from fastlr.ghost.verification.agreement import outputs_differ
-from fastlr.ghost.writes import _Held
+from fastlr.ghost.model.writes import _Held
+from fastlr.ghost.trust.agreement import outputs_differ
 from fastlr.integrations import Monitor
 
 HIDDEN = {"factor": 1.0}

@@ -2,18 +2,18 @@
 
 import pytest
 
-from fastlr.ghost import planner
+from fastlr.ghost.trust import planning
 
 
 @pytest.fixture
 def checks(monkeypatch):
     """Return a list that grows by an entry for every new structure that is checked."""
     made = []
-    check = planner._check_absent
+    check = planning.unused_parameters
 
-    def counted(chunk):
+    def counted(*given):
         made.append(1)
-        check(chunk)
+        return check(*given)
 
-    monkeypatch.setattr(planner, "_check_absent", counted)
+    monkeypatch.setattr(planning, "unused_parameters", counted)
     return made

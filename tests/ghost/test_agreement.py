@@ -1,9 +1,9 @@
-"""Outputs that differ by rounding, and others (fastlr.ghost.verification.agreement)."""
+"""Outputs that differ by rounding, and others (fastlr.ghost.trust.agreement)."""
 
 import torch
 from pytest import fixture
 
-from fastlr.ghost.verification.agreement import agree
+from fastlr.ghost.trust.agreement import agree
 
 RELATIVE = 1e-3
 

@@ -14,8 +14,9 @@ import fastlr
 from fastlr.distributed.sharding import Team
 from fastlr.estimator.ranks import holds_on_all
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.backward import sq_norms
-from fastlr.ghost.verification import audit
+from fastlr.ghost.engine import Rung
+from fastlr.ghost.norms.sq_norms import sq_norms
+from fastlr.ghost.trust import audits as audit
 
 GAUSSIAN = fastlr.Gaussian()
 HIDDEN = {"alpha": 0.0, "scale": 1.0}
@@ -132,7 +133,7 @@ def test_a_failed_audit_measures_all_chunks_again(monkeypatch):
         norms = sq_norms(*args, **kwargs)
         return {name: 2 * norm for name, norm in norms.items()} if calls == 5 else norms
 
-    monkeypatch.setattr("fastlr.ghost.norms.sq_norms", wrong)
+    monkeypatch.setattr("fastlr.ghost.engine.sq_norms", wrong)
     with warned("checked again"):
         again = measured(model, x)
     assert_close(again.per_sample, want, rtol=1e-12, atol=0)
@@ -160,30 +161,31 @@ def test_audits_keep_within_their_share_of_the_time(monkeypatch):
             done += 1
         audits.measured(1.0)
     assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
-    audits.fail(audit.Disproved(0, ""))
+    audits.fail(audit.Outdated(0, ""))
     assert audits.samples(4, False) == [0], "the sample that failed first, then one in every batch"
     assert all(len(audits.samples(4, False)) == 1 for _ in range(9))
 
 
 def test_what_one_rank_finds_changes_what_all_run():
     class Two(Team):
-        """This process is rank 0; rank 1 has found a parameter that only the loop gets right."""
+        """This process is rank 0; rank 1 has stepped down."""
 
         def share(self, message):
-            clean, loop, failed = message
-            return [message, [clean, sorted({*loop, "a.weight"}), failed]]
+            holds, outdated, _ = message
+            return [message, [holds, outdated, [int(Rung.BY_SAMPLE)]]]
 
     model, x = written_net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
     )
     before = estimator.measure()
-    assert not holds_on_all(Two(), estimator.engine, estimator.chunks, 0)
+    engine = estimator.engine
+    assert not holds_on_all(Two(), engine, estimator.chunks, 0, {engine.rung})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fastlr.FastlrWarning)
         after = estimator.measure()
-    assert after.routes["a.weight"] == "loop"
-    assert holds_on_all(Two(), estimator.engine, estimator.chunks, 0)
+    assert set(after.routes.values()) == {"loop"}
+    assert holds_on_all(Two(), engine, estimator.chunks, 0, {engine.rung})
     assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 

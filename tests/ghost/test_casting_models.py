@@ -137,7 +137,7 @@ def many_batches(models, batches):
         engine = engine_for(model)
         assert engine.audits.failed == 0
         assert engine.audits.passed == 3 + 2 + 3 + 3 + batches - 4, "three where a size is new"
-        assert engine.known.comparisons == 4, "of each size once"
+        assert engine.independence.comparisons == 4, "of each size once"
 
 
 def test_no_batch_of_a_kept_engine_is_refused():

@@ -4,7 +4,7 @@ import torch
 from pytest import mark, raises
 
 from fastlr.errors import NonFiniteError
-from fastlr.ghost.cotangents import scaled
+from fastlr.ghost.norms.cotangents import scaled
 
 SIZES = [0.0, 1e-45, 3e-42, 1e-38, 1e-30, 1.0, 7.5, 3e38]
 

@@ -29,8 +29,9 @@ def test_by_rule_and_looked_at_once(name):
     want = truth(case.model, (x,), v, samples=range(0, COUNT, 9))
     for parameter, norms in got.items():
         torch.testing.assert_close(norms[::9], want.norms[parameter], rtol=1e-10, atol=0)
-    assert {entry.route for entry in engine.ledger.parameters.values()} == {"rule"}
-    assert engine.ledger.notes == []
+    assert {engine.plan.route(name) for name in engine.parameters} == {"rule"}
+    assert not engine.plan.rows_lost_at
+    assert not engine.independence.suspicion
 
 
 def test_rows_that_are_nearly_a_point():

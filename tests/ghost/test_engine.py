@@ -19,12 +19,14 @@ from untouched import untouched
 import fastlr
 from bench import cases
 from fastlr.estimator import eval_mode
-from fastlr.ghost import Engine, rules
+from fastlr.ghost import Engine
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.factors import Norms
-from fastlr.ghost.graph import ALIASES
-from fastlr.ghost.sample_axis import Marks, Ragged, Regular, explains, row_sums
-from fastlr.ghost.verification.agreement import low_precision
+from fastlr.ghost.graph.layouts import Ragged, Regular
+from fastlr.ghost.graph.marks import Marks, explains, row_sums
+from fastlr.ghost.graph.walk import ALIASES
+from fastlr.ghost.norms import rules
+from fastlr.ghost.norms.factors import Norms
+from fastlr.ghost.trust.agreement import low_precision
 
 
 def mlp():
@@ -216,7 +218,7 @@ def test_a_wrong_rule_is_found_by_audits(monkeypatch):
     agree_on_four(model)
     report = fastlr.support_report(model, draw(4, 5))
     assert report.routes["0.weight"] == "node"
-    assert "audit of a sample: off by" in str(report)
+    assert "is off by" in str(report)
 
 
 def test_a_rule_wrong_only_at_the_real_batch_is_found_by_audits(monkeypatch):
@@ -318,7 +320,7 @@ def test_a_batch_of_one_settles_nothing_for_larger_ones():
     for size in (1, 3, 1, 7):
         x, v = torch.randn(size, 5, 8), torch.randn(size, 5, 8)
         got = norms(model, x, v, per_parameter=True)
-        assert set(engine_for(model).ledger.loop) == set()
+        assert not engine_for(model).plan.by_sample
         for name, want in cases.loop_norms(cases.Case(model, x), v).items():
             assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
 
@@ -670,7 +672,7 @@ def test_a_use_that_the_data_choose_is_measured_by_rule():
     got = norms(model, x, v, per_parameter=True)["b.weight"]
     assert_close(got[33], x[33].double().square().sum() * v[33].double().square().sum())
     assert got.count_nonzero() == 1
-    assert engine_for(model).ledger.parameters["b.weight"].route == "rule"
+    assert engine_for(model).plan.route("b.weight") == "rule"
 
 
 def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audit():
@@ -684,7 +686,7 @@ def test_samples_that_interact_in_large_batches_alone_are_refused_before_an_audi
     engine = Engine(model)
     with raises(fastlr.InteractionError, match="samples interact"):
         engine.run((torch.randn(32, 5), torch.rand(32, 5)), torch.ones(32, 3))
-    assert engine.known.comparisons == 1
+    assert engine.independence.comparisons == 1
 
 
 def test_a_choice_by_the_mean_of_a_batch_is_looked_for_in_every_batch():

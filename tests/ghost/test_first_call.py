@@ -59,7 +59,7 @@ def test_all_folds_are_refuted_at_once(after, checks):
     x = torch.randn(5, 3, 4, 4).double()
     v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)
-    assert engine.known.comparisons == checks
+    assert engine.independence.comparisons == checks
     assert set(routes.values()) == {"rule"}
     assert set(engine.folding.blocks.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
     assert set(engine.folding.blocks.folded) == {"0.0.weight"}
@@ -100,7 +100,7 @@ def test_image_models_take_two_checks_at_most(name, dtype, validated):
         with torch.no_grad():
             model(x)
     engine, routes = first_call(model, x, v, want)
-    assert engine.known.comparisons <= 2
+    assert engine.independence.comparisons <= 2
     assert set(routes.values()) == {"rule"}
     biases = [key for key in want if key.endswith("attention_biases")]
     assert biases

@@ -56,7 +56,7 @@ def test_its_gradients_are_right(act, frozen, residual):
     mean = torch.randn(6, generator=generator, dtype=torch.float64)
     var = torch.rand(6, dtype=torch.float64) + 0.5
     options = ((2, 1), (1, 1), (1, 2), 2)
-    how = BlockOptions(1e-3, act, torch.float64, ConvGeometry(*options[:3], groups=2))
+    how = BlockOptions("weight", 1e-3, act, torch.float64, ConvGeometry(*options[:3], groups=2))
     x, weight, bias, gamma, beta = given.values()
     pre = F.batch_norm(
         F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3
@@ -377,7 +377,7 @@ def test_a_wrong_fold_is_refuted(monkeypatch):
         nn.BatchNorm2d(5),
         nn.Flatten(),
     )
-    check(model, 0, why="differ from the exact")
+    check(model, 0, why="is off by")
 
 
 def test_a_wrong_forward_is_refuted(monkeypatch):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 import fastlr
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.trust.audits import Draw
 
 # Of the value and of its sample's total; float64, float32.
 TOLERANCES = {True: (1e-8, 1e-11), False: (5e-3, 5e-4)}

@@ -43,7 +43,8 @@ def test_experts_go_by_rule(layers):
     x[1] = x[0, :1]  # one expert takes all tokens of a sample
     v = torch.randn_like(model(x))
     norms = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    assert {entry.route for entry in engine_for(model).ledger.parameters.values()} == {"rule"}
+    engine = engine_for(model)
+    assert {engine.plan.route(name) for name in engine.parameters} == {"rule"}
     names, parameters = zip(*model.named_parameters(), strict=True)
     for sample in range(COUNT):
         only = torch.zeros_like(v)

@@ -314,8 +314,6 @@ def test_a_model_that_begins_to_write_to_its_inputs():
     model.layer.clamps = False
     norms(model, torch.randn(4, 5), torch.randn(4, 4))
     model.layer.clamps = True
-    with refused("written to its inputs", fastlr.InputError):
-        norms(model, torch.randn(4, 5), torch.randn(4, 4))
     x = 2 * torch.randn(4, 5)
     right(model, (x,), torch.randn(4, 4))
     assert x.abs().max() > 1

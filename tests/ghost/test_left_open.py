@@ -15,7 +15,7 @@ from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.fusion.pending import Activated, Pending, Product
-from fastlr.ghost.graph import walk
+from fastlr.ghost.graph.walk import walk
 from fastlr.ops.activations import ACTIVATIONS
 
 

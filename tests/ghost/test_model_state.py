@@ -26,9 +26,9 @@ from untouched import MEASURES
 import fastlr
 from bench import cases
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.model_io import call
-from fastlr.ghost.state import emptied
-from fastlr.ghost.writes import LARGE, ModelState, tensor_caches, unchanged
+from fastlr.ghost.model.attributes import emptied
+from fastlr.ghost.model.view import call
+from fastlr.ghost.model.writes import LARGE, ModelState, tensor_caches, unchanged
 
 norms = fastlr.per_sample_grad_sq_norms
 

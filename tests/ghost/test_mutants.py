@@ -14,7 +14,7 @@ from mutants import MODELS, SAMPLES, Mutant, made, truth
 
 import fastlr
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.ghost.factors import Norms
+from fastlr.ghost.norms.factors import Norms
 from fastlr.ops import convolution, linear
 
 WITHIN = 2e-3  # relative to a parameter's own mean, and to a sample's own total
@@ -96,7 +96,9 @@ MUTANTS = {
     "places picked": Mutant("padded", "IndexBackward0", times(1.05)),
     "scale": Mutant("padded", "MulBackward0", times(1.05)),
     "cat": Mutant(
-        "products", "ghost.backward._pull_back", lambda f, *args: [1.025 * t for t in f(*args)]
+        "products",
+        "ghost.norms.sq_norms._pull_back",
+        lambda f, *args: [1.025 * t for t in f(*args)],
     ),
     "lstm": Mutant("lstm", SCAN, times(1.05), "w_hh"),
     "gru": Mutant("gru", SCAN, times(1.05), "w_ih"),
@@ -109,7 +111,7 @@ MUTANTS = {
     ),
     "tied embedding dropped": Mutant("tied", EMBEDDING, with_g(lambda g: 0 * g)),
     "second use dropped": Mutant(
-        "tied", "ghost.backward.combined_sq_norms", lambda f, uses, shape: f(uses[:1], shape)
+        "tied", "ghost.norms.sq_norms.combined_sq_norms", lambda f, uses, shape: f(uses[:1], shape)
     ),
     "rows for inputs": Mutant("rows", ADDMM, lambda site, f: replace(f, a=f.a.mT), (8, 8)),
     "height for width": Mutant("convolutions", CONV, lambda site, f: replace(f, x=f.x.mT), DENSE),

@@ -13,10 +13,12 @@ from single_samples import Written, truth
 from torch import Tensor, nn
 
 import fastlr
-from fastlr.ghost.graph import call_node, dense, walk
-from fastlr.ghost.ownership import KEEPS, _through
-from fastlr.ghost.sample_axis import candidates, row_sums
-from fastlr.ghost.verification import batch_checks
+from fastlr.ghost.graph import marks as batch_checks
+from fastlr.ghost.graph.formulas import call_node, dense
+from fastlr.ghost.graph.layouts import candidates
+from fastlr.ghost.graph.marks import row_sums
+from fastlr.ghost.graph.rows import KEEPS, _through
+from fastlr.ghost.graph.walk import walk
 
 SAMPLES = 2
 SIZES = (1, 2, 4)  # among them as many as samples, and axes that fold them

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from untouched import MEASURES, untouched
 
 import fastlr
-from fastlr.ghost.writes import ModelState
+from fastlr.ghost.model.writes import ModelState
 
 norms = fastlr.per_sample_grad_sq_norms
 

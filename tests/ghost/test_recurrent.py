@@ -12,14 +12,14 @@ from torch.nn.utils import rnn as sequences
 from torch.testing import assert_close
 
 import fastlr
-from fastlr.ghost import recurrent
-from fastlr.ghost.engine import Engine
-from fastlr.ghost.factors import Dense
+from fastlr.ghost.engine import Engine, Rung
 from fastlr.ghost.fusion import mode as fuse
-from fastlr.ghost.graph import walk
-from fastlr.ghost.ownership import _through
-from fastlr.ghost.rules import RULES, Site
-from fastlr.ghost.sample_axis import Ragged, Regular, Unsupported
+from fastlr.ghost.fusion import recurrent
+from fastlr.ghost.graph.layouts import Ragged, Regular, Unsupported
+from fastlr.ghost.graph.rows import _through
+from fastlr.ghost.graph.walk import walk
+from fastlr.ghost.norms.factors import Dense
+from fastlr.ghost.norms.rules import RULES, Site
 
 B, T, IN, H = 4, 6, 3, 5
 KINDS = {
@@ -97,7 +97,7 @@ def test_every_option_is_exact(kind, layers, both):
 def test_float32_goes_by_rule(kind):
     model = Layers(kind, learnt=True, num_layers=2, bidirectional=True).eval()
     engine = holds(model, series(torch.float32), rtol=1e-4)
-    assert not any("every batch" in note for note in engine.ledger.notes)
+    assert not engine.plan.rows_lost_at
 
 
 def test_gates_that_hardly_open():
@@ -160,7 +160,7 @@ def test_after_folding_is_given_up():
     model, x = Layers("lstm").eval(), series(torch.float32)
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
-    engine.folding.blocks.why_no_call_is_replaced = "a test"
+    engine.step_down(Rung.UNFOLDED, "a test")
     got = engine.run(x, lambda z: torch.ones_like(z))
     assert not engine.folding.blocks.replaced
     assert_close(got.total, want, rtol=1e-4, atol=0)
@@ -229,7 +229,7 @@ def test_models_that_differentiate_their_own_forward_pass():
         return torch.autograd.grad(energy, x, create_graph=True)[0].flatten(1)
 
     engine = holds(Written(slope, rnn=nn.LSTM(IN, H, batch_first=True)).double(), series())
-    assert engine.folding.blocks.why_no_call_is_replaced
+    assert engine.rung == Rung.UNFOLDED
     assert not engine.folding.blocks.replaced
 
 
@@ -356,9 +356,9 @@ def test_whichever_results_are_read_of_however_many_rows(read, several):
     x = torch.randn(B, several, T, IN, dtype=torch.float64, generator=seeded())
     rnn = nn.LSTM(IN, H, 2, batch_first=True)
     engine = holds(Written(forward, rnn=rnn, head=nn.Linear(H, 2)).double(), x)
-    assert {p.kinds for n, p in engine.ledger.parameters.items() if n.startswith("rnn")} == {
-        ("Scan",)
-    }
+    uses = {name: uses for name, uses in engine.plan.uses.of_name.items() if name.startswith("rnn")}
+    assert len(uses) == 8
+    assert {use.kind for used in uses.values() for use in used} == {"ScanBackward"}
 
 
 def test_weights_that_serve_twice_in_one_layer_and_outside():
@@ -376,7 +376,7 @@ def test_weights_that_serve_twice_in_one_layer_and_outside():
 
 
 @mark.parametrize("rule", ["missing", "wrong"])
-def test_without_a_right_rule_the_nodes_own_formula_serves(rule, monkeypatch):
+def test_without_a_right_rule_another_way_serves(rule, monkeypatch):
     right = RULES[recurrent.NODE]
 
     def wrong(site, slots):
@@ -389,7 +389,9 @@ def test_without_a_right_rule_the_nodes_own_formula_serves(rule, monkeypatch):
     if rule == "missing":
         monkeypatch.delitem(RULES, recurrent.NODE)
     model = Written(lambda m, x: m.rnn(x)[0].flatten(1), rnn=nn.LSTM(IN, H, batch_first=True))
-    holds(model.double(), series(), route="node")
+    engine = holds(model.double(), series(), route=None)
+    assert engine.rung == (Rung.UNFOLDED if rule == "wrong" else Rung.KERNELS)
+    assert engine.plan.route("rnn.weight_hh_l0") == ("rule" if rule == "wrong" else "node")
 
 
 def test_outputs_whose_samples_lie_apart_have_no_rule():

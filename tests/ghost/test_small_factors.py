@@ -2,8 +2,8 @@
 
 import torch
 
-from fastlr.ghost.backward import HELD, SMALL, _NormsOfUses
-from fastlr.ghost.factors import Dense, Outer, Rows
+from fastlr.ghost.norms.factors import Dense, Outer, Rows
+from fastlr.ghost.norms.sq_norms import HELD, SMALL, _NormsOfUses
 
 
 def test_norms_are_those_of_the_gradients():

@@ -15,7 +15,6 @@ from torch import nn
 from untouched import untouched
 
 import fastlr
-from fastlr.ghost.known import Known
 from fastlr.integrations import Monitor
 from fastlr.ops.model_lock import locked, unlocked
 
@@ -283,7 +282,7 @@ def test_a_forward_pass_meanwhile(name):
     with untouched(model), meanwhile(run) as errors:
         for _ in range(3):
             estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 8)
-            estimator.engine.known = Known()
+            estimator.engine.forget_plans()
             assert estimator.measure().value == alone
     assert not errors
     assert not differing

@@ -16,7 +16,7 @@ from trust_cases import Call, Net
 
 import fastlr
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.verification.audit import Draw
+from fastlr.ghost.trust.audits import Draw
 from fastlr.models.patchtst import PatchTST
 
 norms = fastlr.per_sample_grad_sq_norms
@@ -406,8 +406,8 @@ def test_running_statistics_may_move():
         model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
         optimizer.step()
         fastlr.estimate(model, images, n=8)
-        compared.append(engine_for(model).known.comparisons)
-    assert engine_for(model).known.comparisons == 1
+        compared.append(engine_for(model).independence.comparisons)
+    assert engine_for(model).independence.comparisons == 1
     assert compared[-1] == compared[0]
     check_call(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
     assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}

@@ -34,12 +34,19 @@ def check(model, folded, x=None, why=""):
     for _ in range(2):  # the second call goes by what the first has found
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
         assert_norms(got, truth, 1e-10, 1e-13)
-    blocks = engine_for(model).folding.blocks
+    engine = engine_for(model)
+    blocks = engine.folding.blocks
     assert len(blocks.folded) == folded, vars(blocks)
-    reasons = [*blocks.not_folded.values(), *blocks.refused.values(), blocks.disabled or ""]
+    reasons = [
+        *blocks.not_folded.values(),
+        *blocks.refused.values(),
+        blocks.disabled or "",
+        engine.reason,
+    ]
     if why:
         assert any(why in r for r in reasons), reasons
     else:
         assert not blocks.refused, reasons
         assert not blocks.disabled, reasons
+        assert not engine.rung, engine.reason
     return blocks

@@ -13,7 +13,7 @@ from single_samples import Written
 from torch import nn
 
 import fastlr
-from fastlr.ghost.rules import RULES
+from fastlr.ghost.norms.rules import RULES
 from fastlr.ops import dispatch
 
 SAMPLES = 64

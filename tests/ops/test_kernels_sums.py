@@ -16,8 +16,8 @@ from pytest import fixture, mark, raises
 
 from bench.convolution_cases import draw
 from fastlr import ops
-from fastlr.ghost.rules import RULES, Site, Unsupported
-from fastlr.ghost.sample_axis import Regular
+from fastlr.ghost.graph.layouts import Regular
+from fastlr.ghost.norms.rules import RULES, Site, Unsupported
 
 OPS = (
     "channel_sums",

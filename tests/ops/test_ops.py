@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from bench.convolution_cases import CONVOLUTIONS, channels_last, convolution, draw, geometry
 from fastlr.ghost.fusion.batch_norm import NODE, FixedNorm
-from fastlr.ghost.rules import RULES, Site
-from fastlr.ghost.sample_axis import Regular
+from fastlr.ghost.graph.layouts import Regular
+from fastlr.ghost.norms.rules import RULES, Site
 from fastlr.ops import convolution as torch_conv
 from fastlr.ops import dispatch as ops
 from fastlr.ops import folded as torch_folded
@@ -305,7 +305,7 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind):
         if kind == "group":
             return F.group_norm(inputs, 2, *parameters), parameters
         if kind == "fixed":
-            return FixedNorm.apply(inputs, *given, 1e-5), parameters
+            return FixedNorm.apply(inputs, *given, 1e-5, "norm"), parameters
         return F.batch_norm(inputs, *given[2:], *parameters), parameters
 
     made = output(torch.float32)[0]

@@ -5,7 +5,7 @@ from pytest import fixture, mark, param
 from torch import backends, nn
 
 import fastlr
-from fastlr.ghost.verification.agreement import low_precision
+from fastlr.ghost.trust.agreement import low_precision
 from fastlr.ops import torch_private
 from fastlr.ops.torch_private import narrow_products
 

@@ -24,7 +24,7 @@ from fastlr.experiments.transfer.experiment import pick
 from fastlr.experiments.transfer.fields import STRATEGIES, strategy
 from fastlr.experiments.transfer.measures import Probe, weights_and_units
 from fastlr.experiments.transfer.options import TransferOptions
-from fastlr.ghost.model_io import select_output
+from fastlr.ghost.model.view import select_output
 from fastlr.models.loading import load_state_dict, read_checkpoint
 
 NAMES = tuple(name for name in STRATEGIES if name != "no_pretraining")

@@ -19,7 +19,7 @@ from fastlr.experiments.training.optim import (
 )
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import Compiled, TrainingSteps, resolve_mode
-from fastlr.ghost.model_io import select_output
+from fastlr.ghost.model.view import select_output
 
 
 class TrainingLoop:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.ghost.factors import Dense, Factor
-from fastlr.ghost.rules import Site, batch_norm_grads, rule
+from fastlr.ghost.norms.factors import Dense, Factor
+from fastlr.ghost.norms.rules import Site, batch_norm_grads, rule
 
 NODE = "FixedNormBackward"
 
@@ -27,7 +27,8 @@ class FixedNorm(torch.autograd.Function):
 
     It is ``gamma (x - mean) / sqrt(var + eps) + beta``.
 
-    Attributes of a node: ``roles`` names its inputs; ``norms_only`` says that the gradients of the
+    Attributes of a node: ``roles`` names its inputs; ``block`` is the name of its first parameter;
+    ``norms_only`` says that the gradients of the
     parameters will not be looked at.
     """
 
@@ -40,12 +41,13 @@ class FixedNorm(torch.autograd.Function):
         mean: Tensor,
         var: Tensor,
         eps: float,
+        name: str,
     ) -> Tensor:
         rstd = torch.rsqrt(var + eps)
         scale = rstd if gamma is None else gamma * rstd
         shift = -mean * scale if beta is None else torch.addcmul(beta, mean, scale, value=-1)
         ctx.save_for_backward(x, mean, var, scale)
-        ctx.eps, ctx.norms_only = eps, False
+        ctx.eps, ctx.block, ctx.norms_only = eps, name, False
         tensors = {"x": x, "gamma": gamma, "beta": beta}
         ctx.roles = tuple(role for role, t in tensors.items() if t is not None)
         return torch.addcmul(_along(shift, x), x, _along(scale, x), out=torch.empty_like(x))
@@ -55,13 +57,13 @@ class FixedNorm(torch.autograd.Function):
         x, mean, var, scale = ctx.saved_tensors
         gx = g * _along(scale, g) if ctx.needs_input_grad[0] else None
         if ctx.norms_only or not any(ctx.needs_input_grad[1:3]):
-            return gx, *[None] * 5
+            return gx, *[None] * 6
         axes = [0, *range(2, g.ndim)]
         beta = g.sum(axes)
         gamma = ((x - _along(mean, x)) * g).sum(axes) * torch.rsqrt(var + ctx.eps)
         _, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
         found = gamma if needs_gamma else None, beta if needs_beta else None
-        return gx, *found, None, None, None
+        return gx, *found, None, None, None, None
 
 
 def norm_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

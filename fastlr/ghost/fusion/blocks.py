@@ -7,7 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from fastlr.ghost.fusion.conv_bn import FoldedWeights
-from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.fusion.recurrent import Unfused
 
 
 class Blocks:
@@ -26,8 +26,6 @@ class Blocks:
         must_run_again: something turned out there that forbids folding, and it has to be made once
             more.
         refused: name of a weight -> why it runs as the model says from now on; grows.
-        why_no_call_is_replaced: why calls of those kinds run as the model says from now on, so that
-            only convolutions and norms are folded.
         disabled: why nothing is folded any more.
         unfused: runs recurrent layers step by step where they cannot be replaced.
         weights: makes the folded weights.
@@ -36,7 +34,6 @@ class Blocks:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.refused: dict[str, str] = {}
-        self.why_no_call_is_replaced: str | None = None
         self.disabled: str | None = None
         self.unfused = Unfused()
         self.weights = FoldedWeights()
@@ -59,15 +56,6 @@ class Blocks:
         return bool(self.folded or self.fixed or self.replaced)
 
     @property
-    def replaces_calls(self) -> bool:
-        """True if the last forward pass ran calls in another way, and the next one would."""
-        return bool(self.replaced) and self.why_no_call_is_replaced is None
-
-    def replace_no_calls(self, reason: str) -> None:
-        """Fold only convolutions and norms from now on."""
-        self.why_no_call_is_replaced = reason
-
-    @property
     def may_have_changed_the_pass(self) -> bool:
         """True if the last forward pass may have differed from the model's own, had it ended."""
         return self.has_folded or bool(self.used)
@@ -80,15 +68,6 @@ class Blocks:
     def refuse_all(self, reason: str) -> None:
         """Fold nothing from now on."""
         self.disabled, self.must_run_again = reason, True
-
-    def refuse_blocks(self, names: list[str], reason: str) -> None:
-        """Leave the convolutions with these weights unfolded from now on."""
-        self.refused.update(dict.fromkeys(names, reason))
-
-    def fold_nothing(self, reason: str) -> None:
-        """Run the model as it is from now on."""
-        self.disabled = reason
-        self.begin()
 
     def is_computed(self, t: Tensor | None) -> bool:
         """Return True for a tensor that needs a gradient and is no parameter of the model."""

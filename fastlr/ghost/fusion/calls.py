@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlr.ghost import recurrent
+from fastlr.ghost.fusion import recurrent
 from fastlr.ghost.fusion.attention import ATTENTION, self_attention_without_copies
 from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
 from fastlr.ghost.fusion.blocks import Blocks
@@ -155,7 +155,7 @@ def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
     """Return a block that has taken in batch norm; None, and why, if it cannot."""
     pending, mean, var = given["input"], given["running_mean"], given["running_var"]
     gamma, beta = given["weight"], given["bias"]
-    name = blocks.names[id(pending.convolution.weight)]
+    name = pending.weight_name
     if given["training"] or mean is None or var is None:
         blocks.not_folded[name] = "batch norm uses the batch's statistics"
         return None
@@ -199,7 +199,7 @@ def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
     if not (pays and fits and casts_none) or any(map(blocks.is_computed, affine + statistics)):
         return None
     blocks.fixed.add(name)
-    return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]))
+    return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]), name)
 
 
 def addition(blocks: Blocks, call: Call) -> Pending | None:
@@ -218,7 +218,7 @@ def addition(blocks: Blocks, call: Call) -> Pending | None:
         return None
     if not pending.takes_addition:  # the other was made from it: that has needed its numbers
         return None
-    blocks.folded[blocks.names[id(pending.convolution.weight)]] = "add"
+    blocks.folded[pending.weight_name] = "add"
     result = pending if in_place else pending.next_step()
     result.take_residual(other)
     return result
@@ -252,7 +252,7 @@ def activation(blocks: Blocks, call: Call) -> Pending | None:
         return None
     name, in_place = found
     follows = name if pending.residual is None else f"add, {name}"
-    blocks.folded[blocks.names[id(pending.convolution.weight)]] = follows
+    blocks.folded[pending.weight_name] = follows
     # In place: whoever holds it sees the change.
     result = pending if in_place else pending.next_step()
     result.activation = name
@@ -340,7 +340,7 @@ REPLACEMENTS: dict[Callable, Replacement] = {
 
 def replacement(blocks: Blocks, call: Call) -> Any:
     """Run a call in its other way, and count it."""
-    if blocks.why_no_call_is_replaced is not None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return None
     other_way = REPLACEMENTS[call.func]
     result = None if other_way.on_block is None else other_way.on_block(*call)

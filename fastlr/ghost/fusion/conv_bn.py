@@ -9,18 +9,18 @@ decided in fastlr.ghost.fusion.mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.factors import Factor, Norms
-from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.rules import Ready, Site, Unsupported, rule, take_ready
-from fastlr.ghost.sample_axis import Regular
+from fastlr.ghost.graph.layouts import Regular
+from fastlr.ghost.graph.walk import Graph, Place
+from fastlr.ghost.norms.factors import Factor, Norms
+from fastlr.ghost.norms.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ops.activations import value_of
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
@@ -38,19 +38,6 @@ NODE = "FoldedConvBackward"
 ONE_IMAGE = Regular(0, 1, 1)
 SEVERAL = "a sample owns several images"
 PASSES = 8  # kept in mind
-
-
-class FoldRefuted(Exception):
-    """The folding does not give the exact norms: blocks must run unfolded, or the whole model.
-
-    Args:
-        reason: why so.
-        weights: names of the blocks' weights; none of them: the whole model.
-    """
-
-    def __init__(self, reason: str, weights: Iterable[str] = ()) -> None:
-        super().__init__(reason)
-        self.reason, self.weights = reason, list(weights)
 
 
 class Fold(NamedTuple):
@@ -200,6 +187,7 @@ class BlockOptions(NamedTuple):
     """What a folded block is but for its tensors.
 
     Attributes:
+        name: Name of the convolution's weight.
         eps: of the batch norm.
         activation: a key of fastlr.ops.activations.ACTIVATIONS.
         dtype: of the block's work, autocast's perhaps.
@@ -208,6 +196,7 @@ class BlockOptions(NamedTuple):
             own, ``x`` and the mean, of which the others are None where they are not wanted.
     """
 
+    name: str
     eps: float
     activation: str
     dtype: torch.dtype
@@ -241,6 +230,7 @@ class FoldedConv(torch.autograd.Function):
     Attributes of a node:
         roles: names of its inputs, those of `BlockTensors` that are given.
         options: the `BlockOptions`.
+        block: Name of the convolution's weight.
         ready: what the rule has computed before the backward pass reaches the node, or None.
         norms_only: the gradients of the parameters will not be looked at.
     """
@@ -259,7 +249,7 @@ class FoldedConv(torch.autograd.Function):
         # Without an activation nothing is kept, and the model may add to the output in place.
         kept = None if options.activation == "none" else result.kept
         ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, result.unfolded_out)
-        ctx.options, ctx.ready, ctx.norms_only = options, None, False
+        ctx.options, ctx.block, ctx.ready, ctx.norms_only = options, options.name, None, False
         ctx.roles = tuple(role for role, t in tensors._asdict().items() if t is not None)
         if options.neighbours is None:
             return result.out
@@ -423,44 +413,13 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: Norms(norms[node.roles[slot]]) for slot in slots}
 
 
-def weight_of(graph: Graph, node: int) -> tuple[str, ...]:
-    """Return the name by which a node of ours is known to the folding: of its first parameter.
+def blocks_of_several_images(graph: Graph, layouts: Mapping[Place, Regular]) -> dict[str, str]:
+    """Return the folded blocks of which a sample owns several images, with that as the reason.
 
-    There is none if that is frozen.
+    They have no rule.
     """
-    return parameters_of(graph, node)[:1]
-
-
-def parameters_of(graph: Graph, node: int) -> tuple[str, ...]:
-    """Return the names of all parameters of a node of ours; none if the first is frozen.
-
-    By the first the folding knows the node.
-    """
-    (first, _), *others = graph.children[node][1:]  # after x
-    if first not in graph.parameters:
-        return ()
-    children = [first, *(child for child, _ in others)]
-    return tuple(graph.parameters[child] for child in children if child in graph.parameters)
-
-
-def refuse_blocks(blocks: Iterable[Sequence[str]], reason: str) -> NoReturn:
-    """Raise FoldRefuted of these blocks, each by names of its parameters.
-
-    Of the whole model if a block has no name, or if there is no block.
-    """
-    named = list(blocks)
-    raise FoldRefuted(reason, itertools.chain(*named) if all(named) else ())
-
-
-def refuse_folds_of_several_images(graph: Graph, layouts: Mapping[Place, Regular]) -> None:
-    """Raise FoldRefuted where a sample is known to own several images.
-
-    It names all folded convolutions of which that is so: they have no rule.
-    """
-    weights = [
-        weight_of(graph, i)
+    return {
+        graph.nodes[i].block: SEVERAL
         for i, kind in enumerate(graph.names)
         if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE
-    ]
-    if weights:
-        refuse_blocks(weights, SEVERAL)
+    }

@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
-from fastlr.ghost import recurrent
-from fastlr.ghost.checkpoints import is_checkpointed
-from fastlr.ghost.control_flow import run_watched, runs_functions
 from fastlr.ghost.fusion import batch_norm as fixed_norm
-from fastlr.ghost.fusion import conv_bn
+from fastlr.ghost.fusion import conv_bn, recurrent
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.calls import CONVOLUTIONS, HANDLERS, NO_NORM, Call, metadata
+from fastlr.ghost.fusion.checkpoints import is_checkpointed
+from fastlr.ghost.fusion.control_flow import run_watched, runs_functions
 from fastlr.ghost.fusion.pending import METADATA, computed
 from fastlr.ops.torch_private import tree_leaves
 

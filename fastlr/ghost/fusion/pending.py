@@ -32,17 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.checkpoints import before_checkpoints
 from fastlr.ghost.fusion.blocks import Blocks
-from fastlr.ghost.fusion.conv_bn import (
-    BlockOptions,
-    BlockTensors,
-    FoldedConv,
-    Neighbours,
-)
+from fastlr.ghost.fusion.checkpoints import before_checkpoints
+from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv, Neighbours
 from fastlr.ghost.fusion.squeeze_excitation import Gate
-from fastlr.ghost.graph import autocast_dtype
 from fastlr.ops.activations import ACTIVATIONS
+from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.block import Loaded
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import (
@@ -302,6 +297,11 @@ class Pending(Lazy):
         self.residual, self.residual_writes = residual, write_counts(loaded_of(residual))
 
     @property
+    def weight_name(self) -> str:
+        """Name of the convolution's weight."""
+        return self.blocks.names[id(self.convolution.weight)]
+
+    @property
     def untouched(self) -> bool:
         """True if nobody has needed any of its numbers yet."""
         return self.value is None and self.unactivated is None
@@ -345,7 +345,7 @@ class Pending(Lazy):
 
     def _convolution_alone(self) -> Tensor:
         """Return the result of a convolution that no batch norm follows."""
-        if not self.convolution.maps_one_pixel or self.blocks.why_no_call_is_replaced is not None:
+        if not self.convolution.maps_one_pixel:
             return self.convolution.run()
         self.blocks.replaced["pixel"] += 1
         return self.convolution.run_as_linear()
@@ -371,7 +371,7 @@ class Pending(Lazy):
             residual = loaded_of(self.residual)
         _, weight, bias, geometry = self.convolution
         running_mean, var, gamma, beta, eps = self.batch_norm
-        options = BlockOptions(eps, activation, self.dtype, geometry)
+        options = BlockOptions(self.weight_name, eps, activation, self.dtype, geometry)
         tensors = BlockTensors(
             loaded.tensor,
             weight,

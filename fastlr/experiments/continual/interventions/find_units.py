@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.estimator.eval_mode import eval_mode
 from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
-from fastlr.ghost.verification.deep_copy import deep_copy, move
+from fastlr.ghost.trust.copies import deep_copy, move
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
 from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
 from fastlr.metrics.written_relus import ELEMENTWISE

@@ -1,0 +1,404 @@
+"""Recurrent layers with each parameter in one ordinary product over all steps.
+
+In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, from one node of the
+graph for each layer and direction (`Scan`), and its rule.
+
+The fused nodes of nn.LSTM, nn.GRU and nn.RNN hide their parameters, and torch's own steps use each
+once a step. Here the call runs as it is, for its values; from these the derivatives of every step
+are found at once. Going back through time then gives the gradients g_t at the gates of all steps,
+and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the inputs or the states before,
+as for a linear layer on a sequence.
+
+Calls that `scanned` leaves alone (packed sequences, dropout in train mode) are run by torch step by
+step: see `Unfused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fastlr import ops
+from fastlr.ghost.fusion.checkpoints import is_checkpointed
+from fastlr.ghost.graph.layouts import Regular, Unsupported
+from fastlr.ghost.graph.rows import Step
+from fastlr.ghost.norms.factors import Dense, Factor, Norms, Outer
+from fastlr.ghost.norms.rules import Ready, Site, rule, take_ready
+from fastlr.ops.cudnn import never_cudnn
+from fastlr.ops.held import SharedContext
+from fastlr.ops.linear import raised
+from fastlr.ops.torch_private import enable_mkldnn, mkldnn_enabled
+
+NODE = "ScanBackward"
+STATES = ("h0", "c0")
+WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")  # as torch orders them
+# Elements of a sample's gradients by inputs, states and one up to which a single product is faster
+# on a CPU.
+FEW = 1 << 14
+Sides = dict[str, tuple[Tensor | None, Tensor]]  # see `Scan.sweep`
+_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CALLS: dict[Callable, str] = {getattr(torch, kind): kind for kind in _KINDS}
+
+
+def expected(names: Iterable[str]) -> bool:
+    """Return True if a model with parameters of these names may have recurrent layers.
+
+    It goes by torch's names of their weights.
+    """
+    return any("weight_hh" in name for name in names)
+
+
+class Unfused(TorchFunctionMode):
+    """Run recurrent layers by torch's own steps.
+
+    Then their gradients exist in eval mode, and rules cover their nodes. In a checkpointed part
+    they run as they are: so they do when it is run again.
+
+    Attributes:
+        calls: how many calls ran so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
+        if func in CALLS and torch.is_grad_enabled() and not is_checkpointed():
+            return self.run_by_steps(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def run_by_steps(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run one call, and count it."""
+        self.calls += 1
+        with _mkldnn_off.held(), never_cudnn():
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    before = mkldnn_enabled()
+    enable_mkldnn(False)
+    try:
+        yield
+    finally:
+        enable_mkldnn(before)
+
+
+_mkldnn_off = SharedContext(_without_mkldnn)
+
+
+def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    """Return the result of a call of torch.lstm, gru, rnn_tanh or rnn_relu.
+
+    None if the call is not one over a padded sequence.
+
+    Args:
+        func: one of CALLS.
+        args: (input [T, B, I] or [B, T, I], initial states [layers * directions, B, H], weights,
+            has biases, layers, dropout, train, bidirectional, batch first).
+        kwargs: None are expected.
+    """
+    if (
+        kwargs
+        or len(args) != 9
+        or not isinstance(args[2], (list, tuple))
+        or isinstance(args[3], (list, tuple))
+    ):
+        return None
+    x, hx, weights, biases, layers, dropout, train, both, batch_first = args
+    h0, c0 = hx if CALLS[func] == "lstm" else (hx, None)
+    if type(x) is not Tensor or x.ndim != 3 or (dropout and train):
+        return None
+    directions = 2 if both else 1
+    per = len(weights) // (layers * directions)
+    x = x.transpose(0, 1).contiguous() if batch_first else x
+    last: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            k = layer * directions + direction
+            states = (h0[k],) if c0 is None else (h0[k], c0[k])
+            chosen = weights[k * per : (k + 1) * per]
+            out, *cell = _layer(func, x.flip(0) if direction else x, states, chosen, biases)
+            last.append((out[-1], *cell))
+            outputs.append(out.flip(0) if direction else out)
+        x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+    ends = (torch.stack(tensors) for tensors in zip(*last, strict=True))
+    return (x.transpose(0, 1) if batch_first else x), *ends
+
+
+def _layer(
+    func: Callable, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], biases: bool
+) -> tuple[Tensor, ...]:
+    """One layer in one direction: (outputs [T, B, H], and an LSTM's last cell state [B, C])."""
+    present = [role for role in WEIGHTS if biases or role not in ("b_ih", "b_hh")]
+    inputs = {
+        "x": x,
+        **dict(zip(STATES, states, strict=False)),
+        **dict(zip(present, weights, strict=False)),
+    }
+    return Scan.apply(*inputs.values(), tuple(inputs), func)
+
+
+@dataclass
+class Steps:
+    """Everything that going back through time needs, for each step: all [T, B, ...].
+
+    ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the
+    state, or of an LSTM's cell, by the gates. ``keep``: the part of the state (cell) that is
+    carried over. ``cell``: derivative of an LSTM's output by its cell. ``hidden``: its outputs
+    before the projection.
+    """
+
+    before: Tensor
+    local: Tensor
+    keep: Tensor | None = None
+    cell: Tensor | None = None
+    hidden: Tensor | None = None
+
+    @staticmethod
+    def of(kind: str, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
+        """Compute the steps from a layer's inputs, initial states, weights and outputs.
+
+        The tensors are named by role; all are float32 or float64.
+        """
+        if kind == "lstm":
+            return _lstm(t, before, out)
+        if kind == "gru":
+            return _gru(t, before)
+        return Steps(
+            before, (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None]
+        )
+
+
+def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
+    """Gates in torch's order: input, forget, cell, output.
+
+    Without a projection tanh enters only what needs no digits beyond the rounding of 1 (not so the
+    derivative by the output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has,
+    in a fifth of tanh's time on a CPU.
+    """
+    projected = "w_hr" in t
+    gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
+    gates.view(-1, gates.shape[2]).addmm_(before.flatten(0, 1), t["w_hh"].mT)
+    gates = gates.unflatten(2, (4, -1))
+    i, f, g, o = gates.unbind(2)
+    exact = torch.tanh(g) if projected else g.mul_(2)
+    gates.sigmoid_()
+    g = exact if projected else torch.rsub(g, -1, alpha=-2)
+    cells = torch.cat([t["c0"][None], i * g])
+    local = torch.addcmul(gates, gates, gates, value=-1)
+    local[:, :, 0].mul_(g)
+    torch.addcmul(i, cells[1:], g, value=-1, out=local[:, :, 2])
+    steps = cells.unbind()
+    for kept, old, cell in zip(f.unbind(), steps[:-1], steps[1:], strict=True):
+        cell.addcmul_(kept, old)
+    bent = (
+        torch.tanh(cells[1:]) if projected else torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
+    )
+    hidden = o * bent if projected else out
+    local[:, :, 1].mul_(cells[:-1])
+    torch.addcmul(hidden, hidden, o, value=-1, out=local[:, :, 3])
+    return Steps(
+        before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None
+    )
+
+
+def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
+    """Return the steps of a GRU, with gates in torch's order: reset, update, new.
+
+    The new gate takes two places in ``local``: first by x, last by h.
+    """
+    x_gates = raised(F.linear(t["x"], t["w_ih"], t.get("b_ih"))).unflatten(2, (3, -1))
+    h_gates = raised(F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (3, -1))
+    r, z = (x_gates[:, :, :2] + h_gates[:, :, :2]).sigmoid_().unbind(2)
+    n = torch.addcmul(x_gates[:, :, 2], r, h_gates[:, :, 2]).tanh_()
+    new = (1 - z) * (1 - n * n)
+    local = new.new_empty(*new.shape[:2], 4, new.shape[2])
+    local[:, :, 0] = new
+    torch.mul(new * h_gates[:, :, 2], r * (1 - r), out=local[:, :, 1])
+    torch.mul(before - n, z * (1 - z), out=local[:, :, 2])
+    torch.mul(new, r, out=local[:, :, 3])
+    return Steps(before, local, z)
+
+
+class Scan(torch.autograd.Function):
+    """The outputs of a recurrent layer in one direction.
+
+    They are a function of its inputs, initial states and weights.
+
+    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has
+    computed before the backward pass reaches the node (the gradients at the outputs and what
+    `Scan.sweep` gives for them); ``norms_only`` says that the gradients of the parameters will not
+    be looked at.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        *tensors, roles, func = given
+        t = {role: tensor.detach() for role, tensor in zip(roles, tensors, strict=True)}
+        with never_cudnn() if t["x"].is_cuda else nullcontext():
+            initial = tuple(t[role][None].contiguous() for role in STATES if role in t)
+            hx = initial if len(initial) == 2 else initial[0]
+            weights = [t[role] for role in WEIGHTS if role in t]
+            out, *ends = func(t["x"], hx, weights, "b_ih" in t, 1, 0.0, False, False, False)
+        before = torch.cat([initial[0].to(out.dtype), out[:-1]])
+        ctx.steps = Steps.of(
+            CALLS[func],
+            {role: raised(tensor) for role, tensor in t.items()},
+            raised(before),
+            raised(out),
+        )
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.roles, ctx.ready, ctx.norms_only = roles, None, False
+        return out, *(end[0] for end in ends[1:])
+
+    @staticmethod
+    def sweep(
+        ctx: Any, g: Tensor | None, g_cell: Tensor | None = None
+    ) -> tuple[Sides, dict[str, Tensor]]:
+        """Go back through time.
+
+        Returns:
+            For each weight and bias its two sides at all steps: a [T, B, I] (None for a bias) and g
+            [T, B, O], of which its gradient is the sum of g a^T; and the gradients of the initial
+            states.
+        """
+        s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
+        weight, projection = (
+            raised(held[role]) if role in held else None for role in ("w_hh", "w_hr")
+        )
+        gates = torch.empty_like(s.local)
+        gated = s.keep is not None and s.cell is None  # a GRU
+        carry = None
+        if s.cell is not None:
+            carry = torch.zeros_like(s.cell[0]) if g_cell is None else raised(g_cell).clone()
+        by_h = gates[:, :, 1 if gated else 0 :].flatten(2)
+        if g is None:
+            states = s.before.new_zeros(len(gates) + 1, *s.before.shape[1:])
+        else:
+            # The initial one first, each whole once the next is done.
+            states = F.pad(raised(g), (0, 0, 0, 0, 1, 0))
+        at_states, all_gates = states.unbind(), gates.flatten(2).unbind()
+        to_states = by_h.unbind() if gated else all_gates
+        columns = (t.unbind() for t in (s.local.flatten(2), s.keep, s.cell) if t is not None)
+        steps = [*zip(at_states[:-1], at_states[1:], all_gates, to_states, *columns, strict=True)]
+        for prior, at_hidden, at_gates, to_state, local, *factors in reversed(steps):
+            if projection is not None:
+                at_hidden = at_hidden @ projection
+            if carry is not None:
+                carry.addcmul_(at_hidden, factors[1])
+                torch.cat([carry, carry, carry, at_hidden], 1, out=at_gates).mul_(local)
+                carry.mul_(factors[0])
+            elif gated:
+                torch.cat([at_hidden] * 4, 1, out=at_gates).mul_(local)
+            else:
+                torch.mul(at_hidden, local, out=at_gates)
+            prior.addmm_(to_state, weight)
+            if gated:
+                prior.addcmul_(at_hidden, factors[0])
+        by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
+        sides = {
+            "w_ih": (held["x"], by_x),
+            "w_hh": (s.before, by_h),
+            "b_ih": (None, by_x),
+            "b_hh": (None, by_h),
+        }
+        sides |= {"w_hr": (s.hidden, states[1:])}
+        return sides, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # noqa: D102
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a model that differentiates its recurrent layers twice needs torch's own steps"
+            )
+        sides, found = take_ready(ctx, gradients) or Scan.sweep(ctx, *gradients)
+        wanted = {
+            role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed
+        }
+        if "x" in wanted:
+            found["x"] = sides["w_ih"][1] @ raised(ctx.saved_tensors[ctx.roles.index("w_ih")])
+        for role in sides.keys() & wanted if not ctx.norms_only else ():
+            a, g = sides[role]
+            rows = g.flatten(0, 1)
+            found[role] = rows.sum(0) if a is None else rows.mT @ raised(a).flatten(0, 1)
+        return *(found.get(role) for role in ctx.roles), None, None
+
+
+def _rows_of_steps(s: Step) -> Regular | None:
+    """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
+    dim = {"x": 1, "h0": 0, "c0": 0}.get(s.role)
+    if dim is None or s.layout.dim != (1 if len(s.outer) == 3 else 0):
+        return None
+    return s.at(dim)
+
+
+@rule(
+    NODE,
+    rows=_rows_of_steps,
+    about=(
+        "recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps"
+    ),
+)
+def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Weights and biases, from a sweep back through time that is kept for the node."""
+    node = site.node
+    reached = {
+        output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None
+    }
+    # samples are along axis 1 of the outputs [T, B, .] and axis 0 of the last cell state [B, .]
+    layouts = {
+        layout and replace(layout, dim=layout.dim + output) for output, layout in reached.items()
+    }
+    layout = layouts.pop()
+    if layouts or layout is None or layout.dim != 1:
+        raise Unsupported("the rows of the samples are not the same in all outputs of the layer")
+    if any(node.roles[slot] not in WEIGHTS for slot in slots):
+        raise Unsupported("inputs or initial states that are computed of parameters alone")
+    sides, _ = swept = Scan.sweep(node, *site.gradients)
+    node.ready = Ready(site.gradients, swept)
+
+    def rows(t: Tensor) -> Tensor:
+        return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]
+
+    def factor(slot: int) -> Factor:
+        a, g = sides[node.roles[slot]]
+        if a is None:
+            return Dense(ops.run("broadcast_sums", rows(g), None, [1]))
+        return Outer(rows(a)[:, None], rows(g)[:, None], tuple(site.shapes[slot]))
+
+    norms = {} if node.steps.local.is_cuda else _in_one_product(sides, rows)
+    roles = {slot: node.roles[slot] for slot in slots}
+    return {
+        s: Norms(norms[role], partial(factor, s)) if role in norms else factor(s)
+        for s, role in roles.items()
+    }
+
+
+def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return squared norms [B] by role, all from one product over the rows.
+
+    It serves where inputs and states have the same gates, and these are few; else there are none.
+    """
+    (x, g), (before, by_h) = sides["w_ih"], sides["w_hh"]
+    assert x is not None and before is not None
+    widths = [x.shape[2], before.shape[2], 1]
+    if by_h is not g or sum(widths) * g.shape[2] > FEW:
+        return {}
+    columns = torch.cat([raised(x), before, before.new_ones(()).expand(*x.shape[:2], 1)], 2)
+    of_x, of_h, of_one = (
+        t.sum(1) for t in ops.run("column_sq_norms", rows(columns), rows(g)).split(widths, 1)
+    )
+    return {"w_ih": of_x, "w_hh": of_h, "b_ih": of_one, "b_hh": of_one}

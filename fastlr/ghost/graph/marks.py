@@ -1,0 +1,200 @@
+"""Which rows of the gradients belong to which sample, by marked backward passes.
+
+The passes run on the batch at hand.
+
+With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be
+scaled, row by row, by the factors of the sample that the row belongs to. This finds the rows where
+the graph does not show them (fastlr.ghost.graph.rows), in every batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastlr.ghost.graph.backward import backward
+from fastlr.ghost.graph.layouts import Layout, Ragged, Regular, candidates
+from fastlr.ghost.graph.uses import Uses
+from fastlr.ghost.graph.walk import Graph, Place
+
+Options = Mapping[Place, Sequence[Layout]]
+
+
+def layouts_by_marks(
+    graph: Graph, uses: Uses, z: Tensor, v: Tensor, out_dim: int, places: Iterable[Place]
+) -> dict[Place, Layout | None]:
+    """Find the layouts of some places by marked backward passes.
+
+    Args:
+        graph: Classified graph below ``z``, which is kept.
+        uses: Uses of parameters in the graph.
+        z: Output.
+        v: Dense cotangent. Zeros would leave rows undecided.
+        out_dim: Sample axis of the output.
+        places: Outputs of nodes with uses.
+
+    Returns:
+        For each place that a gradient reaches, the likeliest layout that the passes confirm; None
+        if they confirm none.
+    """
+    options = {place: _every_layout(graph, place, z.shape[out_dim]) for place in places}
+    likeliest = {place: layouts[:1] for place, layouts in options.items()}
+    found = _confirmed(graph, uses, z, v, out_dim, likeliest)
+    others = {place: options[place][1:] for place, layout in found.items() if layout is None}
+    if any(others.values()):
+        found |= _confirmed(graph, uses, z, v, out_dim, others)
+    return found
+
+
+def _every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
+    """Return all layouts that an output could have: regular ones, then rows in any order."""
+    shape = graph.shape(*place)
+    return [*candidates(shape, count), *map(Ragged, range(len(shape)))]
+
+
+def _confirmed(
+    graph: Graph, uses: Uses, z: Tensor, v: Tensor, out_dim: int, options: Options
+) -> dict[Place, Layout | None]:
+    """Return for each place the first of its options that marked passes confirm, or None."""
+    count = z.shape[out_dim]
+    marks = Marks.make(count, graph.lowest_dtype(), v.device)
+    broadcast = [1] * v.ndim
+    broadcast[out_dim] = count
+    plain = _row_sums(graph, uses, z, v, options)
+    passes = [
+        _row_sums(graph, uses, z, v * c.view(broadcast).to(v.dtype), options) for c in marks.factors
+    ]
+    found: dict[Place, Layout | None] = {}
+    for place, sums in plain.items():
+        found[place] = None
+        for option in options[place]:
+            marked = torch.stack([sums_of_pass[place][option.dim] for sums_of_pass in passes])
+            found[place] = explains(option, sums[option.dim], marked, marks)
+            if found[place] is not None:
+                break
+    return found
+
+
+def _row_sums(
+    graph: Graph, uses: Uses, z: Tensor, v: Tensor, options: Options
+) -> dict[Place, dict[int, Tensor]]:
+    """Return row sums of the gradients at each place, along the axes of its options."""
+    sums: dict[Place, dict[int, Tensor]] = {}
+
+    def visit(i: int, gradients: Iterable[Tensor | None]) -> None:
+        for output, g in enumerate(gradients):
+            axes = {option.dim for option in options.get((i, output), ())}
+            if g is not None and axes:
+                sums[i, output] = {dim: row_sums(g, dim) for dim in axes}
+
+    backward(graph, uses, z, v, visit, retain=True)
+    return sums
+
+
+def row_sums(gradient: Tensor, dim: int) -> Tensor:
+    """Sum of absolute values over all axes but ``dim``: [size of dim], float64."""
+    if gradient.layout != torch.strided:
+        return _row_sums_of_sparse(gradient, dim)
+    others = [d for d in range(gradient.ndim) if d != dim]
+    if not others:
+        return gradient.detach().abs().double()
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    return torch.linalg.vector_norm(gradient.detach(), 1, others, dtype=wide)
+
+
+def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
+    """Row sums of a sparse gradient, such as that of an adjacency matrix; it stays sparse."""
+    entries = gradient.detach().to_sparse_coo().coalesce()
+    values, sparse_axes = entries.values(), entries.sparse_dim()  # [entries, *axes that are dense]
+    if dim >= sparse_axes:
+        return row_sums(values, 1 + dim - sparse_axes)
+    sums = torch.zeros(gradient.shape[dim], dtype=torch.float64, device=gradient.device)
+    return sums.index_add_(0, entries.indices()[dim], row_sums(values, 0))
+
+
+OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
+
+
+IN_SINGLE = 8
+
+
+# Of a row's factor: less than what a share of 2^-OCTAVES of another sample makes.
+TOLERANCE = {torch.float64: 1e-6}
+
+
+SINGLE = 1e-3
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Known factors for the samples' cotangents, that tell the samples apart.
+
+    There is one row of factors for each marked backward pass.
+
+    All are powers of two: they change no rounding, so that a row of one sample is scaled by its
+    factor to the last bit, be it little else than rounding. The last pass is a check: each sample
+    has a random factor. Those before it spell the samples' numbers, digit by digit: thousands of
+    samples need three or four. A row that mixes two samples differs from a power of two wherever
+    their factors differ, unless their shares conspire, and they would have to in every pass.
+
+    Attributes:
+        factors: [passes, B], float64.
+        owner: [K^digits] which sample a number stands for; those beyond B stand for none (-1).
+        size: K, the number of factors of a digit: 2^0 to 2^(K - 1).
+        tolerance: relative, of a row's factor.
+    """
+
+    factors: Tensor
+    owner: Tensor
+    size: int
+    tolerance: float
+
+    @staticmethod
+    def make(count: int, dtype: torch.dtype, device: torch.device) -> Marks:
+        """Return marks for ``count`` samples in a graph of this dtype."""
+        generator = torch.Generator().manual_seed(count)
+        size = OCTAVES.get(dtype, IN_SINGLE) + 1
+        digits = max(1, math.ceil(math.log(count, size) - 1e-9))
+        numbers = torch.randperm(size**digits, generator=generator)[:count]
+        owner = torch.full((size**digits,), -1)
+        owner[numbers] = torch.arange(count)
+        places = [numbers // size**place % size for place in range(digits)]
+        check = torch.randint(size, (count,), generator=generator)
+        factors = torch.exp2(torch.stack([*places, check]).double())
+        return Marks(factors.to(device), owner.to(device), size, TOLERANCE.get(dtype, SINGLE))
+
+    def read(self, ratios: Tensor) -> Tensor:
+        """Samples [rows] that factors [digits, rows] spell; -1 for a number of none."""
+        digits = ratios.clamp_min(0.5).log2().round().long().clamp(0, self.size - 1)
+        places = self.size ** torch.arange(len(digits), device=digits.device)
+        return self.owner[(digits * places[:, None]).sum(0)]
+
+
+def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Layout | None:
+    """Return the layout if it explains how marking changed the row sums, else None.
+
+    A ragged layout is returned with its ids.
+
+    Args:
+        layout: what is tried.
+        plain: row sums [size of the layout's axis] without marks.
+        marked: row sums [passes, size] with marks.
+        marks: the marks.
+    """
+    # In parts of the largest sum: what is nothing but rounding, and nobody's.
+    noise = max(1e-12, marks.tolerance**3)
+    alive = plain > plain.max() * noise if plain.numel() else plain.bool()
+    if isinstance(layout, Regular):
+        factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
+        wrong = (marked - plain * factors).abs() > marks.tolerance * plain * factors
+        return None if bool((wrong & alive).any()) else layout
+    ratios = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
+    ids = marks.read(ratios[:-1])
+    unknown = ids < 0
+    ids = ids.clamp_min(0)
+    wrong = ((ratios / marks.factors[:, ids] - 1).abs() > marks.tolerance).any(0) | unknown
+    return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

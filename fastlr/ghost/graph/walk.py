@@ -1,0 +1,340 @@
+"""The autograd graph of an output, walked once: every node, every use of every parameter.
+
+In: an output ``z`` of a forward pass and the parameters by name (`walk`). Out: a `Graph`, nodes in
+post-order, which after `Graph.classify` tells three sides apart. *Parameter-side* nodes compute
+something of parameters alone (a transposed weight, W + B A, a normalised weight). *Sample-side*
+nodes have a sample axis. The others have no parameter below them. A `Use` is a parameter-side input
+of a sample-side node: there the gradient of each sample can be had, and nowhere below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.ops.torch_private import output_metadata, own_function
+
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+# Pairs of numbers as one, and back.
+OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})
+
+
+# Each element of the output is one element of the input, none twice: the squared norm goes through
+# unchanged.
+VIEWS = (
+    frozenset(
+        f"{name}Backward0"
+        for name in (
+            "T Transpose Permute View UnsafeView ReshapeCopy Alias Split SplitWithSizes Chunk "
+            "Slice Select Unbind Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
+        ).split()
+    )
+    | {f"SqueezeBackward{i}" for i in range(1, 4)}
+    | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+    | OF_COMPLEX
+)
+
+
+# One operation, whose node is another by library, size or mode.
+ALIASES = dict.fromkeys(
+    ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0"
+)
+
+
+ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
+
+
+ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
+
+
+CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
+
+
+_SHOWN = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
+
+
+OWN = "own "  # begins the kind of a node of a user's own Function
+
+
+RAGGED = (-1,)  # no shape of any tensor
+
+
+NEITHER, PARAMETER, SAMPLE = range(3)
+
+
+Place = tuple[int, int]  # a node, and the number of one of its outputs
+
+
+@dataclass(frozen=True)
+class Use:
+    """One parameter-side input of a sample-side node."""
+
+    node: int
+    slot: int
+    child: int  # the parameter-side node (or AccumulateGrad) that feeds the slot
+    child_output: int
+    key: tuple  # node kind, slot, the parameter side below: a rule is given up by it
+
+    @property
+    def kind(self) -> str:
+        """Kind of the node."""
+        return self.key[0][0]
+
+    @property
+    def source(self) -> Place:
+        """The output at which the parameter side ends."""
+        return self.child, self.child_output
+
+
+@dataclass
+class Graph:
+    """The graph below one output: ``nodes`` in post-order (inputs before what consumes them)."""
+
+    nodes: list
+    names: list[str]
+    children: list[tuple[Place, ...]]  # by slot; node -1 for an input that needs no gradient
+    parameters: dict[int, str]  # AccumulateGrad node -> parameter name
+    # AccumulateGrad nodes of leaves that are not trainable parameters of the model.
+    others: list[int]
+    side: list[int] = field(default_factory=list)
+    keys: list = field(default_factory=list)
+    root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
+    _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def sizes(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Shapes of all outputs of each node, as `shape` gives them."""
+        return [tuple(map(_sizes, output_metadata(node))) for node in self.nodes]
+
+    def shape(self, node: int, output: int = 0) -> torch.Size:
+        """Shape of an output of a node in the forward pass; ``RAGGED`` of a nested tensor."""
+        return torch.Size(self.sizes[node][output])
+
+    def dtype(self, node: int, output: int = 0) -> torch.dtype:
+        """Dtype of an output of a node in the forward pass."""
+        return output_metadata(self.nodes[node])[output].dtype
+
+    def outputs(self, node: int) -> int:
+        """Return the number of outputs of a node."""
+        return len(self.sizes[node])
+
+    @property
+    def has_nested_tensors(self) -> bool:
+        """True if some output of a node is a nested tensor."""
+        return any(RAGGED in sizes for sizes in self.sizes)
+
+    def float_dtypes(self) -> set[torch.dtype]:
+        """Floating-point dtypes in the graph."""
+        return {
+            m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point
+        }
+
+    def lowest_dtype(self) -> torch.dtype:
+        """Least precise floating-point dtype in the graph."""
+        return max(self.float_dtypes(), key=lambda d: torch.finfo(d).eps, default=torch.float64)
+
+    def signature(self) -> tuple:
+        """Return the structure of the graph, without shapes.
+
+        Kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
+
+        Shapes are not in it.
+        """
+        details: list[Any] = []
+        root = {i: i for i in self.parameters}  # parameters, and views of them -> which parameter
+        views: list[tuple[int, int]] = []
+        used: set[int] = set()
+        # Parameters that are seen in several ways: there it matters which parts.
+        several: set[int] = set()
+        for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
+            if "BatchNorm" in name:
+                details.append(getattr(node, "_saved_training", None))
+            elif name == "RollBackward0":
+                details.append((node._saved_shifts, node._saved_dims))
+            for child, _ in self.children[i]:
+                if child in root:
+                    if child in used:
+                        several.add(root[child])
+                    used.add(child)
+            if name in VIEWS and self.children[i] and self.children[i][0][0] in root:
+                root[i] = root[self.children[i][0][0]]
+                views.append((i, root[i]))
+        for i, parameter in views:
+            if parameter in several:
+                details += [getattr(self.nodes[i], f"_saved_{name}", None) for name in _SHOWN]
+        return (
+            tuple(self.names),
+            tuple(self.children),
+            tuple(self.parameters.items()),
+            tuple(details),
+        )
+
+    def classify(self, other: Graph | None) -> None:
+        """Decide the side of each node, bottom up.
+
+        A node whose differentiable inputs are all parameter-side is so too if it has the same
+        shapes for another number of samples.
+
+        Args:
+            other: Graph of the same structure for another number of samples. None: all such nodes
+                are sample-side.
+        """
+        self.side, self.keys = [], []
+        for i in range(len(self.names)):
+            side, key = self._side(i, other)
+            self.side.append(side)
+            self.keys.append(key)
+
+    def _side(self, i: int, other: Graph | None) -> tuple[int, tuple | None]:
+        """Side and key of a node whose inputs are classified."""
+        if i in self.parameters:
+            return PARAMETER, ("parameter", self.parameters[i])
+        below = [
+            child for child, _ in self.children[i] if child >= 0 and self.side[child] != NEITHER
+        ]
+        if not below:
+            return NEITHER, None
+        key = self._key(i)
+        if any(self.side[child] == SAMPLE for child in below):
+            return SAMPLE, key
+        if self.names[i] in VIEWS:
+            return PARAMETER, self.keys[below[0]] if self.names[i] in CASTS else key
+        is_same = other is not None and self.sizes[i] == other.sizes[i]
+        return PARAMETER if is_same else SAMPLE, key
+
+    def _key(self, i: int) -> tuple:
+        def below(child: int, output: int) -> tuple | str | None:
+            if child < 0 or self.side[child] == NEITHER:
+                return None
+            return "sample" if self.side[child] == SAMPLE else (self.keys[child], output)
+
+        return (self.names[i], tuple(below(*place) for place in self.children[i]))
+
+    def uses(self) -> list[Use]:
+        """Every parameter-side input of a sample-side node.
+
+        None where tensors are nested: no rule serves there.
+        """
+        if self.has_nested_tensors:
+            return []
+        return [
+            Use(i, slot, c, o, (self.keys[i], slot))
+            for i in range(len(self.nodes))
+            if self.side[i] == SAMPLE
+            for slot, (c, o) in enumerate(self.children[i])
+            if c >= 0 and self.side[c] == PARAMETER
+        ]
+
+    def is_lowest(self, node: int) -> bool:
+        """Return True if no parameter lies on the sample side below the node.
+
+        The engine then captures the node's gradient.
+        """
+        return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
+
+    def parameters_below(self, node: int) -> tuple[int, ...]:
+        """AccumulateGrad nodes of parameters at or below a parameter-side node."""
+        if node not in self._below:
+            seen, stack = {-1}, [node]
+            while stack:
+                i = stack.pop()
+                if i not in seen:
+                    seen.add(i)
+                    stack.extend(child for child, _ in self.children[i])
+            self._below[node] = tuple(sorted(seen & self.parameters.keys()))
+        return self._below[node]
+
+    def names_below(self, node: int) -> list[str]:
+        """Names of the parameters at or below a parameter-side node."""
+        return [self.parameters[p] for p in self.parameters_below(node)]
+
+    def view_chain(self, node: int) -> list[Place] | None:
+        """Return the nodes from a source down to its one parameter if all are views, else None.
+
+        With each node comes the output number used.
+        """
+        chain, output = [], 0
+        while node not in self.parameters:
+            if self.names[node] not in VIEWS:
+                return None
+            chain.append((node, output))
+            (node, output), *more = [(c, o) for c, o in self.children[node] if c >= 0] or [(-1, 0)]
+            if more or node < 0:
+                return None
+        return chain
+
+
+def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
+    """Collect the graph below ``z``, inputs before consumers.
+
+    The order is fixed by the graph alone.
+    """
+    names_of = {id(p): name for name, p in parameters.items()}
+    index: dict = {}
+    graph = Graph([], [], [], {}, [], root=_root(z))
+    stack: list = [z.grad_fn]
+    inputs_of: dict = {}
+    while stack:
+        node = stack[-1]
+        if node not in inputs_of:
+            inputs = inputs_of[node] = node.next_functions
+            stack += [c for c, _ in inputs[::-1] if c is not None and c not in inputs_of]
+            continue
+        stack.pop()
+        if node in index:  # several consumers have put it there
+            continue
+        inputs, i = inputs_of[node], len(graph.nodes)
+        index[node] = i
+        name = _kind(node)
+        graph.nodes.append(node)
+        graph.names.append(name)
+        graph.children.append(
+            tuple([(-1, 0) if c is None else (index[c], output) for c, output in inputs])
+        )
+        if name == ACCUMULATE:
+            known = names_of.get(id(node.variable))
+            if known is None:
+                graph.others.append(i)
+            else:
+                graph.parameters[i] = known
+    return graph
+
+
+def _sizes(metadata: Any) -> tuple[int, ...]:
+    """Return the shape of an output; ``RAGGED`` of a nested tensor, which has none."""
+    return RAGGED if metadata.is_nested_tensor else tuple(metadata.shape)
+
+
+def _root(z: Tensor) -> Any:
+    """Return a node above that of ``z``, which holds it without the memory of ``z``.
+
+    A Python Function's node dies with the tensors and nodes that use its outputs, whoever else
+    holds it.
+    """
+    if not isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction):
+        return z.grad_fn
+    with torch.enable_grad():
+        return z.view_as(z).grad_fn
+
+
+def _kind(node: Any) -> str:
+    """Return the kind of a node: its name, marked if it is a user's own Function.
+
+    A user's Function must not pass for one of fastlr's.
+    """
+    name = node.name()
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        function = own_function(node)
+        return (
+            name
+            if str(getattr(function, "__module__", "")).startswith("fastlr.")
+            else f"{OWN}{name}"
+        )
+    return ALIASES.get(name, name)

@@ -1,0 +1,179 @@
+"""The attributes of a model's modules, put back where a forward pass has changed them.
+
+In: a module. Out: its entries, containers and hooks by identity (`Attributes`). The values of
+tensors are kept by `fastlr.ghost.model.writes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
+from itertools import chain, islice
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlr.ops.objects import INTERNAL, PLAIN, version
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS.union((list, set, deque, tuple))
+_MOST = 256  # entries of a container that are looked at
+_DEEP = 5  # containers and objects within each other that are looked at in an input
+_HOOKS = frozenset(n for n in INTERNAL if n.startswith(("_forward", "_backward")))
+# Of classes of their own in scripted modules.
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
+_SKIPPED = INTERNAL - _REGISTRIES - _HOOKS - {"_non_persistent_buffers_set"}
+
+
+def _same(a: Collection, b: Collection) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+class Attributes:
+    """The attributes of a model's modules, as they were when this was made.
+
+    Containers among them are looked at one deep.
+
+    Attributes:
+        modules: The modules of the model, and those that attributes hold.
+        hooks: Registries of the modules' hooks.
+        tensors: Parameters, buffers and other tensors, each with the name of what holds it.
+        caches: Dicts of plain tensors and nothing else, such as the attention biases that timm's
+            LeViT keeps, each with its name.
+        known: Ids of these modules and tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.hooks: list[Any] = []
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.caches: list[tuple[str, dict[Any, Tensor]]] = []
+        self.known = {id(model)}
+        self._contents = list[Any]()  # containers, and what they held
+        self._empty: list[Any] = []
+        self._scripted = list[Any]()  # registries of scripted modules
+        self._found = [(model, "")]
+        for module, prefix in self._found:  # which grows meanwhile
+            self._take(vars(module), prefix)
+        self.modules = [module for module, _ in self._found]
+
+    def _take(self, held: dict[str, Any], prefix: str) -> None:
+        self._contents.append((held, held.copy()))
+        for name, value in held.items():
+            if type(value) in PLAIN or name in _SKIPPED:
+                continue
+            if name in _HOOKS:
+                self.hooks.append(value)
+            elif name in _REGISTRIES:
+                self._keep(value)
+                for key, entry in value.items():
+                    self._enter(entry, prefix, key)
+            elif type(value) in _CONTAINERS:
+                self._keep(value)
+                if type(value) is dict and {*map(type, value.values())} == {Tensor}:
+                    self.caches.append((f"{prefix}{name}", value))
+                for entry in islice(_values(value), _MOST):
+                    self._enter(entry, prefix, name)
+            else:
+                self._enter(value, prefix, name)
+
+    def _keep(self, container: Any) -> None:
+        if not container:
+            self._empty.append(container)
+        elif type(container) in _CONTAINERS:
+            self._contents.append((container, copy(container)))
+        else:
+            self._scripted.append((container, dict(container.items())))
+
+    def _enter(self, value: Any, prefix: str, name: str) -> None:
+        """Enter what an attribute, or a container among them, holds."""
+        kind = type(value)
+        is_tensor = kind is Tensor or kind is nn.Parameter
+        if not (is_tensor or issubclass(kind, nn.Module)) or id(value) in self.known:
+            return
+        self.known.add(id(value))
+        if not is_tensor:
+            self._found.append((value, f"{prefix}{name}."))
+        elif not value.is_inference():
+            self.tensors.append((f"{prefix}{name}", value))
+
+    def put_back(self) -> None:
+        """Put back what differs, but for hooks."""
+        for container in filter(None, self._empty):
+            container.clear()
+        for container, before in self._contents:
+            refill(container, before)
+        for registry, entries in self._scripted:
+            for name in [name for name, entry in entries.items() if registry[name] is not entry]:
+                registry[name] = entries[name]
+
+
+def refill(value: Any, before: Any) -> None:
+    """Give a container the contents that it had, if it has others."""
+    if _same(value, before) and _same(_values(value), _values(before)):
+        return
+    value.clear()
+    if type(value) in (list, deque):
+        value.extend(before)
+    else:
+        value.update(before)
+
+
+class Contents:
+    """The contents of an object, and of the plain containers and objects in it."""
+
+    def __init__(self, thing: Any) -> None:
+        self._parts: dict[int, tuple[Any, Any]] = {}
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._add(thing, _DEEP)
+
+    def _add(self, thing: Any, depth: int) -> None:
+        if isinstance(thing, Tensor):
+            self._tensors[id(thing)] = thing, version(thing), thing.detach().clone()
+            return
+        if callable(thing):  # modules and functions
+            return
+        held: Any = thing if type(thing) in _CONTAINERS else getattr(thing, "__dict__", None)
+        if held is None or not depth or id(held) in self._parts or len(held) > _MOST:
+            return
+        self._parts[id(held)] = held, copy(held)
+        for entry in _values(held):
+            self._add(entry, depth - 1)
+
+    def restore(self) -> bool:
+        """Put the contents back, and return True if a tensor was exchanged or written."""
+        entries = chain.from_iterable(_values(held) for held, _ in self._parts.values())
+        is_changed = not self._tensors.keys() <= set(map(id, entries))
+        for t, times, values in self._tensors.values():
+            if version(t) != times:
+                t.data.copy_(values)
+                is_changed = True
+        for held, before in self._parts.values():
+            refill(held, before)
+        return is_changed
+
+
+def _values(held: Any) -> Any:
+    return held.values() if type(held) in _DICTS else held
+
+
+_emptied: ContextVar[Collection[tuple[str, dict]]] = ContextVar("fastlr_emptied", default=())
+
+
+@contextmanager
+def emptied(caches: Collection[tuple[str, dict]]) -> Iterator[None]:
+    """Run forward passes of ours within this context with these dicts empty.
+
+    These passes are those of `forward_pass`; for the dicts see `fastlr.ghost.trust.caches`.
+    """
+    token = _emptied.set(caches)
+    try:
+        yield
+    finally:
+        _emptied.reset(token)
+
+
+emptied_caches = _emptied.get  # the dicts that forward passes run without here

@@ -1,0 +1,348 @@
+"""The squared norms of all parameters' per-sample gradients, by one backward pass.
+
+In: the classified graph of an output z [*], a cotangent v like it, and a plan. Out: the squared
+norm of the gradient of <v_b, z_b> for each sample b and parameter, [B] in float64 (`sq_norms`).
+
+`backward` hands the gradient that arrives at a use to a visitor. The rule of the node's kind turns
+it into a factor (fastlr.ghost.norms.rules). A factor's norms are computed at once if its parameter
+is used once. Otherwise it waits, as the gradient of a parameter is the sum over its uses. No
+per-sample gradient is formed, hence "ghost" norms: Goodfellow 2015 (arXiv:1510.01799), Li et al.
+2022 (arXiv:2110.05679).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
+
+from fastlr import ops
+from fastlr.errors import warn
+from fastlr.ghost.graph.backward import backward
+from fastlr.ghost.graph.layouts import Unsupported
+from fastlr.ghost.graph.plan import Plan
+from fastlr.ghost.graph.uses import Group, Uses
+from fastlr.ghost.graph.walk import Graph, Place, Use
+
+# Importing these registers their rules.
+from fastlr.ghost.norms import rules_distance, rules_tables  # noqa: F401
+from fastlr.ghost.norms.by_node import by_node
+from fastlr.ghost.norms.factors import (
+    CHUNK_ELEMENTS,
+    Dense,
+    Factor,
+    Norms,
+    Sum,
+    combined_sq_norms,
+    join,
+)
+from fastlr.ghost.norms.rules import COMPLEX, RULES, Site
+from fastlr.ops.autocast import full_precision
+from fastlr.ops.linear import chunks
+from fastlr.ops.process_state import warnings_ignored
+from fastlr.ops.torch_private import own_function
+
+# A batch may take so long by a formula of the user's before anything is said.
+_SECONDS_OF_A_FORMULA = 1.0
+SMALL = 1 << 16  # elements of a factor up to which a copy of it costs less than a call saves
+HELD = 1 << 20  # elements of factors that wait for others like them
+# What a rule may raise where it does not apply, by a new plan.
+_OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
+
+
+class Again(Exception):
+    """A batch has to be measured again, as a rule turned out not to apply.
+
+    Attributes:
+        unfolded: Reasons why blocks cannot run folded, by the names of their weights. They run
+            unfolded from now on.
+    """
+
+    def __init__(self, unfolded: Mapping[str, str] | None = None) -> None:
+        super().__init__(*(unfolded or {}).values())
+        self.unfolded = dict(unfolded or {})
+
+
+def sq_norms(
+    graph: Graph,
+    z: Tensor,  # [*output]
+    v: Tensor,  # [*output]
+    plan: Plan,
+    *,
+    is_new: bool = False,
+    retain: bool = False,
+    skip: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
+
+    There is one tensor for every parameter in the graph but those in ``skip``.
+
+    Args:
+        graph: Classified graph below ``z``.
+        z: Output.
+        v: Cotangent.
+        plan: Plan of the batch. Uses without a rule are added to ``plan.by_node``.
+        is_new: Whether the plan is new, so that any error of a rule means that it does not apply.
+        retain: Whether to keep the graph for another pass.
+        skip: Names of parameters that are measured in another way.
+
+    Raises:
+        Again: A folded block has no rule, or a rule of an older plan no longer applies.
+    """
+    norms = _NormsOfUses(graph, plan.uses, skip)
+    by_formula: list[tuple[Site, list[Use]]] = []
+    unfolded: dict[str, str] = {}
+    keep = retain or is_new or bool(plan.by_node)
+
+    def by_rule(site: Site, uses: list[Use]) -> Mapping[int, Factor] | None:
+        try:
+            return _factors(graph, site, uses)
+        except CheckpointError:
+            raise
+        except (Unsupported, *_OF_RULES) as error:
+            if not is_new and not isinstance(error, Unsupported):
+                raise
+            if _block_of(site.node):
+                unfolded[_block_of(site.node)] = str(error)
+            else:
+                plan.by_node |= dict.fromkeys([use.key for use in uses], str(error))
+        return None
+
+    def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
+        uses = norms.wanted(plan.uses.at_node[i])
+        if not uses or all(g is None for g in gradients):
+            return
+        layouts = {o: plan.layouts[i, o] for o in range(len(gradients)) if (i, o) in plan.layouts}
+        shapes = {use.slot: graph.shape(*use.source) for use in uses}
+        site = Site(graph.nodes[i], gradients, layouts, plan.count, shapes)
+        if not any(use.key in plan.by_node for use in uses):
+            factors = by_rule(site, uses)
+            if factors is not None:
+                norms.add_factors(uses, factors)
+                return
+        if _block_of(site.node):
+            return
+        if not keep:
+            raise Again
+        # Within a backward pass, autograd's engine would skip the weight gradients of the node.
+        by_formula.append((site, uses))
+
+    backward(graph, plan.uses, z, v, visit, retain=keep)
+    if unfolded:
+        raise Again(unfolded)
+    with torch.no_grad(), full_precision(z.device):
+        for site, uses in by_formula:
+            _add_by_formula(norms, site, uses)
+        norms.add_waiting()
+    zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
+    names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}
+    return {name: norms.by_name.get(name, zero) for name in names if name not in skip}
+
+
+def _block_of(node: Any) -> str:
+    """Return the name of the folded block that a node is; "" for other nodes."""
+    return getattr(node, "block", "")
+
+
+class _NormsOfUses:
+    """Makes norms of parameters from the factors of their uses.
+
+    Those of a parameter that is used once are taken as its factor comes, or with those of others
+    where it is small; the factors of other parameters wait until all have come, as a parameter's
+    gradient is the sum over its uses.
+
+    Args:
+        graph: classified.
+        every: Its uses and groups of parameters.
+        skip: names of parameters that are measured in another way.
+
+    Attributes:
+        by_name: squared norms [B] of each parameter, of the factors that are taken.
+    """
+
+    def __init__(self, graph: Graph, every: Uses, skip: Collection[str]) -> None:
+        self.graph, self.every = graph, every
+        self.by_name: dict[str, Tensor] = {}
+        self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by class, dtypes and shapes
+        self._held = 0  # elements of these
+        self._waiting: dict[Place, list[Factor]] = {}
+        self._skipped: set[Place] = set()
+        for group in every.groups if skip else ():
+            if all(graph.parameters[p] in skip for p in group.parameters):
+                self._skipped.update(group.sources)
+
+    def wanted(self, uses: list[Use]) -> list[Use]:
+        """Return those of the uses that parameters that are not skipped have a part in."""
+        return [use for use in uses if use.source not in self._skipped]
+
+    def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
+        """Add what stands for the gradients at uses of one node, by slot."""
+        for use in uses:
+            group, factor = self.every.group_of[use.source], factors[use.slot]
+            if group.relation == "disjoint views" and self.every.times_used[use.source] == 1:
+                self._add_factor(self.graph.parameters[group.parameters[0]], factor)
+                continue
+            if isinstance(factor, Norms):  # they cannot be added to others
+                if factor.whole is None:
+                    block = _block_of(self.graph.nodes[use.node])
+                    raise Again({block: "a parameter is used more than once"})
+                factor = factor.whole()
+            self._waiting.setdefault(use.source, []).append(factor)
+
+    def add_waiting(self) -> None:
+        """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
+        self._add_small()
+        for group in self.every.groups:
+            factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
+            if factors:
+                for name, value in _norms_of_group(self.graph, group, factors).items():
+                    self._add(name, value)
+
+    def _add_factor(self, name: str, factor: Factor) -> None:
+        """Add the norms of a factor: of a small one together with those of others of its shape.
+
+        Of a few thousand elements an op costs its call more than its arithmetic.
+        """
+        tensors = [getattr(factor, part) for part in factor.joinable]
+        elements = sum([t.numel() for t in tensors])
+        if not 0 < elements <= SMALL or ops.backend_for(*tensors) != "torch":
+            self._add(name, factor.sq_norms())
+            return
+        alike = type(factor), *[(t.dtype, t.shape) for t in tensors]
+        self._small.setdefault(alike, []).append((name, factor))
+        self._held += elements
+        if self._held > HELD:
+            self._add_small()
+
+    def _add_small(self) -> None:
+        """Add the norms of small factors that have waited: those of one shape by one op."""
+        waiting, self._small, self._held = self._small, {}, 0
+        for alike in waiting.values():
+            names, factors = zip(*alike, strict=True)
+            norms = join(factors, 0).sq_norms().view(len(names), -1)
+            for name, value in zip(names, norms, strict=True):
+                self._add(name, value)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        before = self.by_name.get(name)
+        self.by_name[name] = value if before is None else before + value
+
+
+def _add_by_formula(norms: _NormsOfUses, site: Site, uses: list[Use]) -> None:
+    """Add the norms of parameters by the formula of their node, run once a sample.
+
+    Its time grows with the square of the batch: a user whose own Function takes long is told.
+    """
+    begun = time.perf_counter()
+    norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
+    is_slow = time.perf_counter() - begun > _SECONDS_OF_A_FORMULA
+    if is_slow and site.count > 1 and own_function(site.node) is not None:
+        warn(
+            f"the backward formula of {site.node.name()} runs {site.count} times, once a sample, "
+            "each time on the whole batch, and takes long: smaller batches take less time in all "
+            "(a batch_size= of estimate, or fewer samples a call of per_sample_grad_sq_norms)"
+        )
+
+
+def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
+    """Return the factors of a node's parameter slots; raises Unsupported where no rule applies."""
+    name = graph.names[uses[0].node]
+    if name not in RULES:
+        raise Unsupported(f"no rule for {name}")
+    complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
+    complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
+    if (complex_gradient or complex_slots) and name not in COMPLEX:
+        raise Unsupported("complex numbers")
+    factors = RULES[name](site, [use.slot for use in uses])
+    if not complex_gradient:
+        return factors
+    return {
+        slot: factor if slot in complex_slots else factor.real() for slot, factor in factors.items()
+    }
+
+
+def _norms_of_group(
+    graph: Graph, group: Group, factors: dict[Place, list[Factor]]
+) -> dict[str, Tensor]:
+    """Norms of the parameters of a group from the factors of its sources."""
+    name = graph.parameters[group.parameters[0]]
+    if group.relation == "disjoint views":
+        parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
+        return {name: reduce(torch.add, parts)}
+    if group.relation == "equal views":
+        added = [factor for fs in factors.values() for factor in fs]
+        return {name: combined_sq_norms(added, graph.shape(*group.sources[0]))}
+    if group.relation == "matrix":
+        upright = _upright(group, factors)
+        if upright is not None:
+            return {name: combined_sq_norms(upright, graph.shape(group.parameters[0]))}
+    return _through_parameter_side(graph, group, factors)
+
+
+def _upright(group: Group, factors: dict[Place, list[Factor]]) -> list[Factor] | None:
+    """Return factors of a matrix, where some are of its transpose; None if one cannot be turned."""
+    upright: list[Factor] = []
+    for source, of_source in factors.items():
+        for factor in of_source:
+            turned = factor.transpose() if source in group.transposed else factor
+            if turned is None:
+                return None
+            upright.append(turned)
+    return upright
+
+
+def _through_parameter_side(
+    graph: Graph, group: Group, factors: dict[Place, list[Factor]]
+) -> dict[str, Tensor]:
+    """Return the squared norms of a group's parameters, through the parameter side.
+
+    Dense per-sample gradients of the sources are sent through the parameter side's own backward
+    formulas.
+    """
+    variables = [graph.nodes[p].variable for p in group.parameters]
+    totals = {s: Sum(fs, graph.shape(*s)) for s, fs in factors.items()}
+    elements = sum(t.shape.numel() for t in (*totals.values(), *variables))
+    parts = []
+    for lo, hi in chunks(len(next(iter(totals.values()))), elements, CHUNK_ELEMENTS):
+        grads = {s: total.dense(lo, hi) for s, total in totals.items()}
+        # Parameters that are used as they are.
+        sums = {s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters}
+        if grads:
+            cast = {s: g.to(graph.dtype(*s)) for s, g in grads.items()}
+            for p, grad in zip(group.parameters, _pull_back(graph, cast, variables), strict=True):
+                if grad is not None:
+                    sums[p] = grad + sums[p] if p in sums else grad
+        parts.append({p: Dense(g).sq_norms() for p, g in sums.items()})
+    return {graph.parameters[p]: torch.cat([part[p] for part in parts]) for p in parts[0]}
+
+
+def _pull_back(
+    graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]
+) -> list[Tensor | None]:
+    """Return vector-Jacobian products [b, *shape] of the parameter side.
+
+    They are batched, or made one sample at a time where vmap cannot.
+    """
+    edges = [GradientEdge(graph.nodes[node], output) for node, output in grads]
+    options = {"retain_graph": True, "allow_unused": True}
+    try:
+        with warnings_ignored():  # vmap's remarks on slow operators
+            return list(
+                torch.autograd.grad(
+                    edges, variables, list(grads.values()), is_grads_batched=True, **options
+                )
+            )
+    except RuntimeError:
+        rows = [
+            torch.autograd.grad(edges, variables, sample, **options)
+            for sample in zip(*grads.values(), strict=True)
+        ]
+        return [
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        ]

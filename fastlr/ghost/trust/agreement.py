@@ -1,0 +1,180 @@
+"""Do two computations of the same outputs or norms differ by more than rounding?
+
+Outputs are compared element by element. A difference is judged by the element's own size and by
+that of its sample and its column, not by the largest output: one masked logit of -1e9 or one column
+of 1e10 must not hide what the others do. Where that is not enough (a column that is nothing but
+rounding), the caller measures the rounding (fastlr.ghost.trust.company).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from fastlr.ops.torch_private import narrow_products
+
+_PART = 1 << 22  # elements compared at once
+_SEEN = 4096  # columns whose median says how large a sample's outputs are
+_DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
+_PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
+NORMS_IN_FEW_DIGITS = 0.1  # relative difference of squared norms that is rounding
+LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
+
+
+def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+    """Return True if products have fewer digits than float32.
+
+    So they do under autocast, with narrow parameters, and under TF32 (cuDNN's default).
+    """
+    if torch.is_autocast_enabled(device.type) or any(d.itemsize < 4 for d in dtypes):
+        return True
+    return torch.float32 in dtypes and narrow_products(device.type)
+
+
+def has_few_digits(parameters: Iterable[Tensor], device: torch.device) -> bool:
+    """Return True if parameters or autocast have fewer digits than float32."""
+    narrow = any(p.dtype.itemsize < 4 for p in parameters)
+    return narrow or torch.is_autocast_enabled(device.type)
+
+
+def rounding(dtype: torch.dtype, *, low: bool = False) -> float:
+    """Return the relative difference of outputs in a dtype that is rounding; ``low``: TF32 too."""
+    if low or dtype.itemsize < 4:
+        return 0.02
+    return _DOUBLE if dtype == torch.float64 else 1e-3
+
+
+def agree(
+    want: Tensor, got: Tensor, relative: float, out_dim: int = 0, rounding: Tensor | None = None
+) -> bool:
+    """Return True if outputs of the same samples are the same but for rounding.
+
+    Args:
+        want: Outputs, samples along ``out_dim``.
+        got: The same samples' outputs, computed in another way or in other company.
+        relative: Difference, in parts of an element's size, that needs no explanation.
+        out_dim: Sample axis.
+        rounding: Measured rounding of one sample's elements, allowed on top.
+    """
+    if want.shape != got.shape:
+        return False
+    a, b = _by_sample(want, got, out_dim)
+    if torch.equal(a, b):
+        return True
+    # The size that is asked below is never less than an element's own, and takes longer.
+    if a.numel() <= _PART and (gap(a, b) <= relative * _finite(a)).all():
+        return True
+    rows = _typical_of_rows(a, b)
+    step = max(1, _PART // len(a))
+    for start in range(0, a.shape[1], step):
+        part = slice(start, start + step)
+        size = rows if relative > LARGEST_OF_FLOAT32 else _size_of_others(a, b, part, rows)
+        allowed = relative * torch.maximum(_finite(a[:, part]), size)
+        if rounding is not None:
+            allowed = allowed + rounding.flatten()[part]
+        if (gap(a[:, part], b[:, part]) > allowed).any():
+            return False
+    return True
+
+
+def gap(a: Tensor, b: Tensor) -> Tensor:
+    """Return distances of elements; 0 where both are NaN or the same infinity."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
+
+
+def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
+    """Both as [samples, elements], without their graphs."""
+    a, b = (t.detach().movedim(out_dim, 0).reshape(t.shape[out_dim], -1) for t in (want, got))
+    return a, b
+
+
+def _finite(a: Tensor) -> Tensor:
+    return torch.where(a.isfinite(), a.double().abs(), 0.0)
+
+
+def _size_of_others(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
+    """Return the size of the other elements of an element's sample, or column if that is less."""
+    return torch.minimum(rows, _typical(a[:, part], b[:, part], 0))
+
+
+def _typical_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Median size of each sample's elements, of some of them where there are many."""
+    every = max(1, a.shape[1] // _SEEN)
+    return _typical(a[:, ::every], b[:, ::every], 1)
+
+
+def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Median size along an axis of what is not the same to the bit, as masks are."""
+    sizes = torch.where((a == b) | ~a.isfinite(), torch.nan, a.double().abs())
+    return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
+
+
+def typical_size(row: Tensor) -> float:
+    """Return the median size of the finite elements of one sample's output."""
+    sizes = row.detach().double().abs()
+    return float(sizes[sizes.isfinite()].median().nan_to_num(0.0)) if sizes.numel() else 0.0
+
+
+def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Tensor:
+    """Return element by element whether audited squared norms are the exact ones but for rounding.
+
+    A norm that is zero but for rounding has some 1e-14 of its sample's total in float32. A larger
+    part of the total would hide small norms, such as those of LoRA's first factor.
+
+    Args:
+        value: Squared norms.
+        exact: Squared norms by plain autograd.
+        total: Squared norms of all parameters together.
+        close: Relative difference that is rounding.
+    """
+    part = 0.1 * close if close > LARGEST_OF_FLOAT32 else 1e-9 * close
+    return (value - exact).abs() <= close * exact + part * total
+
+
+def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bool:
+    """Return True if squared norms agree, relative to themselves and to the samples' totals."""
+    return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
+
+
+def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+    """Return on the device whether outputs of one sample differ by more than needs no explanation.
+
+    An element is judged by its own size and, as far as rounding goes, by the sample's others. In
+    few digits rounding adds up from layer to layer: as much is allowed as of norms.
+    """
+    a, b = _by_sample(own, got, out_dim)
+    few_digits = relative > LARGEST_OF_FLOAT32
+    if a.dtype.itemsize < 4:
+        a, b = a.float(), b.float()
+    of_others = (1.0 if few_digits else _PART_OF_OTHERS) * _typical_of_rows(a, b)
+    size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=of_others.to(a.dtype))
+    size.mul_(NORMS_IN_FEW_DIGITS if few_digits else relative)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return ~(same | ((a - b).abs_() <= size)).all()
+
+
+def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:
+    """Return the relative difference from a model's output that needs no explanation."""
+    low = low_precision(output.device, {p.dtype for p in parameters})
+    return rounding(output.dtype, low=low)
+
+
+def norm_tolerance(
+    parameters: Iterable[Tensor], lowest: torch.dtype, device: torch.device
+) -> float:
+    """Return the relative difference of squared norms that is rounding.
+
+    Args:
+        parameters: Parameters of the model.
+        lowest: Least precise dtype in the graph, as a float64 model may cast to fewer digits.
+        device: Device of the model.
+    """
+    dtypes = {p.dtype for p in parameters}
+    if dtypes == {torch.float64}:
+        dtypes = {lowest}
+    if low_precision(device, dtypes):
+        return NORMS_IN_FEW_DIGITS
+    return 1e-8 if dtypes == {torch.float64} else 1e-3

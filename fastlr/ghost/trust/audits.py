@@ -1,0 +1,243 @@
+"""Audits: random samples of a measured batch run again, alone, by plain autograd.
+
+In: a batch with its output and norms. Out: whether a sample has the same output and norms alone
+("In every measurement" in docs/trust.md). `Audits` draws the samples, `SampleAudit` runs one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import ModelError
+from fastlr.ghost.graph.plan import Plan
+from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.norms.cotangents import Pass
+from fastlr.ghost.trust.agreement import norm_tolerance, norms_close, outputs_differ, unexplained
+from fastlr.ghost.trust.company import InBatch
+from fastlr.ghost.trust.hooks import Scale
+from fastlr.ghost.trust.truth import SingleSamples, exact_sq_norms
+from fastlr.ops.autocast import autocast_dtype
+
+SHARE = 0.03  # of the time of raw calls, spent on audits beyond those of new plans
+SAMPLES = 3  # audited in the first chunk of a measurement, and where a plan is new
+LARGEST_SCALE = 40  # power of two by which cotangents exceed unit size; in float16 none
+
+
+class Draw(NamedTuple):
+    """Samples of a batch that are audited.
+
+    Attributes:
+        random: Number of randomly drawn samples.
+        last: Whether the last sample of the batch is audited.
+    """
+
+    random: int
+    last: bool = False
+
+    @staticmethod
+    def of_chunk(first: bool, last: bool) -> Draw:
+        """Return the draw for a chunk of a measurement, which may be its first or last one."""
+        return Draw(SAMPLES if first else int(last), last)
+
+
+Check = bool | Draw | None  # None: as often as costs at most `SHARE` of the time
+
+
+class Refuted(ModelError):
+    """Plain autograd refutes what was measured, by a plan of the same batch."""
+
+
+class Outdated(Refuted):
+    """Plain autograd refutes what was measured by an earlier plan: the model has changed.
+
+    Attributes:
+        sample: Number of the sample that shows it.
+    """
+
+    def __init__(self, sample: int, text: str) -> None:
+        super().__init__(text)
+        self.sample = sample
+
+
+class Audits:
+    """Counts and draws of the audits of one engine.
+
+    Attributes:
+        passed: Number of samples whose output and norms were right.
+        failed: Number of samples that refuted an earlier plan.
+    """
+
+    def __init__(self) -> None:
+        self.passed = self.failed = 0
+        self._measured = self._spent = self._last = 0.0
+        self._drawn = 0
+        self._again: int | None = None
+
+    def samples(self, count: int, check: Check, at_least: int = 0) -> list[int]:
+        """Return the numbers of the samples to audit, another draw in every call.
+
+        Args:
+            count: Number of samples in the batch.
+            check: Samples that the caller wants audited. After a failure, every batch is audited.
+            at_least: Least number of randomly drawn samples.
+        """
+        if isinstance(check, Draw):
+            random, last = check
+        else:
+            keeps_within_share = self._spent + self._last <= SHARE * self._measured
+            random, last = int(keeps_within_share if check is None else check), False
+        random = max(random, at_least, int(self.failed > 0))
+        if not (random or last):
+            return []
+        self._drawn += 1
+        most = min(random + last, count)
+        chosen = [count - 1] * last
+        if self._again is not None and self._again < count:
+            chosen.append(self._again)
+        self._again = None
+        chosen += Random(self._drawn).sample(range(count), most)
+        return list(dict.fromkeys(chosen))[:most]
+
+    def fail(self, failure: Outdated) -> None:
+        """Count a failure; its sample is audited again next."""
+        self.failed += 1
+        self._again = failure.sample
+
+    def measured(self, seconds: float) -> None:
+        """Add to the time that raw calls took."""
+        self._measured += seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of this context to that of the audits of raw calls."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last = time.perf_counter() - begun
+            self._spent += self._last
+
+
+class SampleAudit:
+    """One sample of a measured batch, to be run again beside a copy of itself by plain autograd.
+
+    It holds copies of its outputs and norms: the batch's memory may be used again before `run`.
+
+    Args:
+        view: Model.
+        plan: Plan of the batch. Parameters that it measures by sample are exact, and not compared.
+        batch: Inputs of the batch.
+        sample: Number of the sample.
+        z: Output of the batch.
+        one: Backward pass of the batch.
+        table: Squared norms [parameters, B] of that pass.
+        whole: Function that returns the batch again.
+        forward: Function that runs the batch again as it was measured, and returns its output.
+
+    Attributes:
+        row: Output of the sample beside its copy.
+        exact: Squared norms [parameters] of its gradients there.
+    """
+
+    row: Tensor
+    exact: Tensor
+
+    def __init__(
+        self,
+        view: ModelView,
+        plan: Plan,
+        batch: Batch,
+        sample: int,
+        z: Tensor,
+        one: Pass,
+        table: Tensor,
+        whole: Callable[[], Batch],
+        forward: Callable[[], Tensor],
+    ) -> None:
+        self.view, self.sample, self.whole, self.forward = view, sample, whole, forward
+        self.batch = batch.part(range(sample, sample + 1))
+        narrow = torch.float16 in (plan.dtype, z.dtype, autocast_dtype(z.device))
+        self.own_v, self.of_unit = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)
+        self.own_row = view.row(z, sample).detach().clone()
+        self.norms = table[:, sample] * self.of_unit
+        by_sample = [name in plan.by_sample for name in view.parameters]
+        self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
+        self.tolerance = norm_tolerance(view.parameters.values(), plan.dtype, z.device)
+
+    def run(self, scale: Scale | None = None, unit_v: Tensor | None = None) -> Tensor:
+        """Run the sample; return on the device whether its output and its norms [2] may differ.
+
+        Args:
+            scale: How its gradients must scale with its cotangent; None: not tested.
+            unit_v: Its cotangent of unit size, for `scale`.
+        """
+        samples = SingleSamples(self.view, self.batch, self.view.parameters)
+        cotangents = [self.own_v]
+        if scale is not None and unit_v is not None:
+            cotangents += [self.own_v * 2.0**scale.exponent, unit_v]
+        beside = samples.run(0, cotangents)
+        self.row, self.exact = beside.row, torch.stack(beside.norms[0])
+        if scale is not None:
+            larger, of_unit = map(torch.stack, beside.norms[1:])
+            parameters = list(self.view.parameters.values())
+            scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
+            scale.require(self.exact, of_unit, self.of_unit, parameters, scale.close)
+        relative = unexplained(self.own_row, self.view.parameters.values())
+        differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
+        return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
+
+    def holds(self, may_differ: bool, may_be_wrong: bool) -> bool:
+        """Return True if output and norms are right, given the flags of `run`."""
+        return (not may_differ or self.has_its_output()) and not (may_be_wrong and self.refuted())
+
+    def has_its_output(self) -> bool:
+        """Return True if the sample has the same output in the batch and beside its copy.
+
+        Rounding is measured on samples of the batch.
+        """
+        batch, shape = self.whole(), list(self.own_row.shape)
+        shape[self.view.out_dim] = batch.count
+        own = InBatch(self.view, batch, self.own_row.expand(shape))
+        return own.holds([self.sample], self.row)
+
+    def refuted(self) -> dict[str, float]:
+        """Return the parameters with wrong squared norms, and each error as a part of the total."""
+        names = list(self.view.parameters)
+        wrong = self._wrong(self.norms, self.exact)
+        if wrong.any() and self.own_v.dtype != torch.float64:
+            within, loose = self._within(), max(0.01, 2 * self.tolerance)
+            wrong &= self._wrong(self.norms, within) | self._wrong(within, self.exact, loose)
+        share = (self.norms - self.exact).abs() / self.exact.sum()
+        return {names[k]: float(share[k]) for k in wrong.nonzero().flatten().tolist()}
+
+    def _wrong(self, norms: Tensor, exact: Tensor, close: float | None = None) -> Tensor:
+        """Return which squared norms [parameters] differ by more than rounding."""
+        close = self.tolerance if close is None else close
+        wrong = ~norms_close(norms, exact, self.exact.sum(), close)
+        return wrong if self.by_sample is None else wrong & ~self.by_sample
+
+    def _within(self) -> Tensor:
+        """Return the exact squared norms of the sample within the batch as it is measured.
+
+        The other samples' cotangents are zero. In few digits, an activation near a kink may be on
+        its other side when the sample is alone. Outputs then agree but for rounding, gradients
+        less.
+        """
+        z = self.forward()
+        cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
+        self.view.row(cotangent, self.sample).copy_(self.own_v)
+        return torch.stack(exact_sq_norms(z, self.view.parameters, cotangent))
+
+    def deviations(self) -> dict[str, float]:
+        """Return errors of squared norms, in parts of the total, of parameters with a gradient."""
+        off = ((self.norms - self.exact).abs() / self.exact.sum()).tolist()
+        named = zip(self.view.parameters, off, self.exact.tolist(), strict=True)
+        return {name: deviation for name, deviation, exact in named if exact > 0}

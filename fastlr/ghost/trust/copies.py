@@ -1,0 +1,151 @@
+"""A deep copy of a model in more digits, on which what its own cannot show is checked.
+
+Few digits hide small errors: a tolerance of bfloat16 hides that samples share a quantisation step.
+Parameters that are all zero hide rules: LoRA's first factor has no gradient until its second one
+has moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import (
+    HiddenParameterError,
+    InteractionError,
+    NonlinearBackwardError,
+    RandomForwardError,
+)
+from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.trust.agreement import agree, rounding
+from fastlr.ops.cudnn import never_cudnn
+from fastlr.ops.modules import all_modules
+from fastlr.ops.objects import INTERNAL
+from fastlr.ops.process_state import warnings_ignored
+from fastlr.ops.torch_private import tree_leaves, tree_map
+
+MATRIX_NOISE, VECTOR_NOISE = 0.3, 0.1
+_MEANINGLESS = (
+    InteractionError,
+    RandomForwardError,
+    HiddenParameterError,
+    NonlinearBackwardError,
+)
+Measured = TypeVar("Measured")
+
+
+def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model in a floating-point dtype.
+
+    It shares nothing with the model. Tensors with a graph among the attributes, which torch does
+    not copy, become leaves. Copying raises whatever the model's objects raise.
+
+    Args:
+        model: Any module.
+        dtype: Type of its parameters, buffers and tensors among the attributes.
+    """
+
+    def cast(t: Any) -> Any:
+        plain = isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad
+        return t.to(dtype) if plain else t
+
+    held = [t for _, _, value in _attributes(model) for t in tree_leaves(value)]
+    made = {id(t): t.detach().clone() for t in held if isinstance(t, Tensor) and t.grad_fn}
+    clone = copy.deepcopy(model, made).to(dtype)
+    for module, name, value in list(_attributes(clone)):
+        vars(module)[name] = tree_map(cast, value)
+    return clone
+
+
+def deep_copies(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield copies of a model in float64 and float32, as far as it can be copied."""
+    for dtype in (torch.float64, torch.float32):
+        begin_pass(model)  # which puts back what passes have written
+        try:
+            clone = deep_copy(model, dtype)
+        except Exception:  # whatever objects and tensors that it holds raise
+            continue
+        yield clone
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield tensors and plain containers among the attributes of a model's modules."""
+    for module in all_modules(model):
+        for name, value in vars(module).items():
+            if name not in INTERNAL and type(value) in (Tensor, list, tuple, dict):
+                yield module, name, value
+
+
+def move(parameters: Iterable[Tensor]) -> None:
+    """Add normal noise to parameters: of columns of unit length times 0.3, or of size 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    for p in parameters:
+        width = MATRIX_NOISE / math.sqrt(p.shape[1:].numel()) if p.ndim > 1 else VECTOR_NOISE
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.data.add_((noise * width).to(p))
+
+
+def all_zero(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters whose every element is zero."""
+    return [p for p in parameters if p.numel() and not p.detach().any()]
+
+
+def outputs_of_copy(
+    view: ModelView, clone: nn.Module, batch: Batch, samples: Sequence[int]
+) -> Tensor | None:
+    """Return the outputs of a deep copy of a model.
+
+    None where it does not run, is not finite, or does not follow the samples: its hooks may write
+    into the model, so that it reads what another pass has left.
+    """
+    dtype = next(clone.parameters()).dtype
+    of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+    try:
+        with torch.autocast(view.device.type, enabled=False):
+            z = of_copy.outputs(batch.pick(samples, dtype))
+            turned = of_copy.outputs(batch.pick(samples[::-1], dtype))
+        follows = agree(z.flip(view.out_dim), turned, rounding(torch.float32), view.out_dim)
+        return z if follows and not bool((z.isnan() | z.isposinf()).any()) else None
+    except Exception:  # whatever a copy raises
+        return None
+
+
+def measured_on_copy(
+    view: ModelView, samples: Batch, measure: Callable[[ModelView, Any], Measured]
+) -> Iterator[tuple[Measured, torch.dtype]]:
+    """Yield what is measured on deep copies that run like the model, and their dtypes.
+
+    The parameters that are all zero are moved in the copies.
+
+    Args:
+        view: Model.
+        samples: A few samples.
+        measure: Function of a copy and its inputs.
+
+    Raises:
+        InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError: A copy
+            cannot be measured, nor can the model.
+    """
+    every = range(samples.count)
+    for clone in deep_copies(view.module):
+        dtype = next(clone.parameters()).dtype
+        if outputs_of_copy(view, clone, samples, every) is None:
+            continue
+        try:
+            move(all_zero(p for p in clone.parameters() if p.requires_grad))
+            copied = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+            autocast = torch.autocast(view.device.type, enabled=False)
+            with warnings_ignored(), never_cudnn(), autocast:
+                measured = measure(copied, samples.pick(every, dtype))
+        except _MEANINGLESS:
+            raise
+        except Exception:  # whatever a copy raises
+            continue
+        yield measured, dtype

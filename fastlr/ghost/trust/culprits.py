@@ -1,0 +1,116 @@
+"""Which module makes samples interact, or draws at random.
+
+In: a model and a few samples. Out: an error that names the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import InteractionError, RandomForwardError
+from fastlr.ghost.fusion.recurrent import Unfused
+from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.view import FAILURES, ModelView
+from fastlr.ghost.trust.agreement import agree
+from fastlr.ghost.trust.company import InBatch
+
+
+def require_independence(view: ModelView, samples: Batch) -> None:
+    """Require that a few samples give the same again, and each the same among copies of itself.
+
+    Raises:
+        RandomForwardError: Two forward passes differ.
+        InteractionError: A sample gives something else; the error names the first such module.
+    """
+    with torch.no_grad(), Unfused():
+        every = list(range(samples.count))
+        together = InBatch(view, samples, view.outputs(samples.pick(every)))
+        if not together.holds(every, together.run(every)):
+            raise RandomForwardError(_random_message(view.module))
+        if together.first_difference([sample] * len(every) for sample in every) is not None:
+            raise InteractionError(_interaction_message(together))
+
+
+def _random_message(model: nn.Module) -> str:
+    drops = [
+        name
+        for name, module in model.named_modules()
+        if module.training and "dropout" in type(module).__name__.lower()
+    ]
+    where = f"; in train mode: {', '.join(drops[:5])}" if drops else ""
+    message = f"two forward passes on the same inputs differ (dropout, sampling){where}"
+    if any(module.training for module in model.modules()):
+        return f"{message}: call model.eval()"
+    return (
+        f"{message}, although the model is in eval mode: its forward pass draws at random "
+        "whatever the mode. Give F.dropout training=self.training, or draw only where "
+        "self.training is true"
+    )
+
+
+def _interaction_message(together: InBatch) -> str:
+    """Name the first module whose output for sample 0 changes when the other samples do."""
+    message = "samples interact: the output of one depends on the others"
+    if _gives_more_in_a_larger_batch(together):
+        return (
+            f"{message}, of whom it has an output each, as in f(x) @ g(x).T. Give what all samples "
+            "are compared with as an input of its own, which they then share"
+        )
+    name = _first_changed_module(together)
+    if name is None:
+        return f"{message}. Make the forward pass work on each sample alone"
+    module = together.view.module.get_submodule(name)
+    message += f", first seen in module {name} ({type(module).__name__})"
+    if module.training and "Norm" in type(module).__name__:
+        return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
+    return f"{message}. Make it work on each sample alone"
+
+
+def _gives_more_in_a_larger_batch(together: InBatch) -> bool:
+    """Return True if a sample's output has more elements in a batch of twice the samples."""
+    try:
+        twice = together.run([*range(together.batch.count)] * 2)
+    except FAILURES:  # the model may take no other batch
+        return False
+    return twice.numel() > 2 * together.output.numel()
+
+
+def _first_changed_module(together: InBatch) -> str | None:
+    count = together.batch.count
+    with_others = _outputs_of_sample_0(together, range(count))
+    by_itself = _outputs_of_sample_0(together, [0] * count)
+    for (name, one), (_, other) in zip(with_others, by_itself, strict=False):
+        relative = 1e-6 if one.dtype == torch.float64 else 1e-3
+        if one.shape == other.shape and not agree(one, other, relative):
+            return name
+    return None
+
+
+def _outputs_of_sample_0(together: InBatch, samples: Sequence[int]) -> list[tuple[str, Tensor]]:
+    """Run some samples, and return what each module gave for the first of them, in order."""
+    seen: list[tuple[str, Tensor]] = []
+    count = together.batch.count
+
+    def hook_for(name: str) -> Callable:
+        def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
+            is_plain = isinstance(result, Tensor) and not result.is_nested and result.ndim > 0
+            if is_plain and len(result) % count == 0:
+                seen.append((name, result.detach()[: len(result) // count].clone()))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(hook_for(name))
+        for name, module in together.view.module.named_modules()
+        if name
+    ]
+    try:
+        together.run(samples)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

@@ -1,0 +1,136 @@
+"""Parameters that move the output although the graph does not show them.
+
+In: a model, a few samples and the graph of their output. Out: the parameters that are unused, or an
+error that names the hidden one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import HiddenParameterError, few
+from fastlr.ghost.graph.walk import Graph
+from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.trust.agreement import agree, gap, low_precision
+from fastlr.ghost.trust.copies import deep_copies
+
+_LARGE_MOVE = 0.5  # of a parameter, in parts of its size
+_SMALL_MOVES = {torch.float64: 1e-5, torch.float32: 1e-2}
+_SMALL_MOVE_IN_FEW_DIGITS = 0.2
+# Relative differences of outputs by rounding, where no company changes.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+_ROUNDING_IN_FEW_DIGITS = 1e-2
+
+
+def unused_parameters(view: ModelView, samples: Batch, graph: Graph) -> frozenset[str]:
+    """Return the parameters that are not in the graph, which must not move the output.
+
+    They are moved in the model for a forward pass, and put back.
+
+    Args:
+        view: Model.
+        samples: A few samples.
+        graph: Graph of the output.
+
+    Raises:
+        HiddenParameterError: Some move the output.
+    """
+    absent = frozenset(view.parameters) - frozenset(graph.parameters.values())
+    if not absent:
+        return absent
+    in_order = [name for name in view.parameters if name in absent]
+    z = view.outputs(samples.pick(range(samples.count)))
+    if _move_output(view, samples, z, in_order):
+        moved = [name for name in in_order if _move_output(view, samples, z, [name])]
+        culprits = moved or in_order
+        module = _module_to_blame(view.module, culprits)
+        kind = type(view.module.get_submodule(module)).__name__
+        raise HiddenParameterError(
+            f"parameter {few(culprits, 1)} of module {module or '(root)'} ({kind}) "
+            "change the output but are not in its autograd graph: reentrant activation "
+            "checkpointing (use use_reentrant=False or switch it off), no_grad, detach or "
+            ".data in the forward pass; or freeze them with requires_grad_(False) if they "
+            "should not count"
+        )
+    return absent
+
+
+def _module_to_blame(model: nn.Module, culprits: Sequence[str]) -> str:
+    """Return the innermost module that has the first culprit, and is checkpointed or has all.
+
+    Where there is none it is the child of the model that has the first.
+    """
+    module = culprits[0].rpartition(".")[0]
+    while "." in module:
+        checkpointed = "checkpoint" in repr(type(model.get_submodule(module))).lower()
+        if checkpointed or all(name.startswith(module + ".") for name in culprits):
+            break
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
+    """Return True if parameters move the output, and not by a choice alone.
+
+    A deep copy in more digits says so, if it moves like the model.
+    """
+    if not _gaps_with(view, samples, z, names, _LARGE_MOVE).any():
+        return False
+    for clone in deep_copies(view.module):
+        of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+        dtype = next(clone.parameters()).dtype
+        x = samples.pick(range(samples.count), dtype)
+        cast = Batch(x, samples.count, samples.in_dim, samples.batched)
+        try:
+            z_of_copy = of_copy.outputs(cast.pick(range(samples.count)))
+            if _gaps_with(of_copy, cast, z_of_copy, names, _LARGE_MOVE).any():
+                return _moves_smoothly(of_copy, cast, z_of_copy, names)
+        except Exception:  # whatever a copy raises
+            continue
+    return _moves_smoothly(view, samples, z, names)
+
+
+def _moves_smoothly(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
+    """Return True if a tenth of a small change moves an output about a tenth as far.
+
+    Scores of hard routing move it by a choice alone, which has no gradient: a tenth of a change
+    moves it not at all, or as far.
+    """
+    low = low_precision(z.device, {p.dtype for p in view.parameters.values()})
+    small = _SMALL_MOVE_IN_FEW_DIGITS if low else _SMALL_MOVES[z.dtype]
+    gaps = _gaps_with(view, samples, z, names, small)
+    of_a_tenth = _gaps_with(view, samples, z, names, small / 10)
+    for largest, part in ((gaps.max(), of_a_tenth.max()), (gaps.median(), of_a_tenth.median())):
+        if 4 * part < largest < 25 * part:
+            return True
+    return False
+
+
+def _gaps_with(
+    view: ModelView, samples: Batch, z: Tensor, names: Sequence[str], size: float
+) -> Tensor:
+    """Return how far elements of an output move with parameters moved at random by ``size``.
+
+    They are 0 where rounding moves them as far.
+    """
+    generator = torch.Generator().manual_seed(2)
+    data = [view.parameters[name].data for name in names]  # the versions stay
+    saved = [t.clone() for t in data]
+    try:
+        for t in data:
+            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            t.add_(noise * size * (t.abs().mean() + 0.2))
+        moved = view.outputs(samples.pick(range(samples.count)))
+    finally:
+        for t, before in zip(data, saved, strict=True):
+            t.copy_(before)
+    relative = _ROUNDING.get(z.dtype, _ROUNDING_IN_FEW_DIGITS)
+    if z.shape != moved.shape:
+        return torch.full((1,), math.inf)
+    same = agree(z, moved, relative, view.out_dim)
+    return torch.zeros(1) if same else gap(z, moved).flatten()

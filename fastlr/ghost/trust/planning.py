@@ -1,0 +1,145 @@
+"""A new plan: what is asked once about batches of one structure and shape.
+
+1. Do samples depend on each other? (`Independence`)
+2. Which nodes have samples? The graph of another number of samples has other shapes there.
+3. Do parameters outside the graph move the output? (`unused_parameters`)
+4. Where are the samples? The graph says it, or marked backward passes find it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastlr.errors import FastlrError
+from fastlr.ghost.fusion.conv_bn import blocks_of_several_images
+from fastlr.ghost.fusion.forward import ForwardPass
+from fastlr.ghost.graph.marks import layouts_by_marks
+from fastlr.ghost.graph.plan import Key, Plan
+from fastlr.ghost.graph.rows import trace, uncovered
+from fastlr.ghost.graph.uses import Uses
+from fastlr.ghost.graph.walk import PARAMETER, Graph, walk
+from fastlr.ghost.model.view import FAILURES
+from fastlr.ghost.norms.cotangents import generic_cotangent
+from fastlr.ghost.norms.sq_norms import Again
+from fastlr.ghost.trust.culprits import require_independence
+from fastlr.ghost.trust.hidden import unused_parameters
+from fastlr.ghost.trust.independence import Independence, spread
+from fastlr.ops.deferred_checks import out_of_memory
+
+NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
+IRREGULAR = "the graph of another number of samples has another structure"
+COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
+
+
+def new_plan(
+    forward: ForwardPass, key: Key, earlier: Plan | None, independence: Independence
+) -> Plan:
+    """Return a plan for a batch.
+
+    Args:
+        forward: Forward pass over the batch.
+        key: Key of the plan.
+        earlier: Last plan of the same structure.
+        independence: Comparisons of the engine.
+
+    Raises:
+        InteractionError, RandomForwardError, InputError: See `Independence.require`.
+        HiddenParameterError: Parameters outside the graph move the output.
+        Again: Folded blocks have no rule for this batch.
+    """
+    graph, elements = forward.graph, forward.elements
+    largest = earlier.largest if earlier else 0
+    if forward.count > 1:
+        forward.carriers = independence.require(forward, largest)
+    elif earlier is None:
+        require_independence(forward.view, forward.batch)  # it draws nothing at random
+    plan = replace(
+        earlier or Plan(),  # all shapes of a structure share what rules cannot measure
+        key=key,
+        carriers=forward.batch.batched,
+        names=tuple(dict.fromkeys(graph.parameters.values())),
+        others=tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others),
+        dtype=graph.lowest_dtype(),
+        elements=elements,
+        largest=max(elements, largest),
+    )
+    if forward.count > 1:
+        _find_sides(forward, plan, earlier)
+    if earlier is None:
+        some = forward.batch.part(spread(forward.count))
+        plan.unused = unused_parameters(forward.view, some, graph)
+    if forward.count > 1:
+        _locate_samples(forward, plan)
+    return plan
+
+
+def _find_sides(forward: ForwardPass, plan: Plan, earlier: Plan | None) -> None:
+    """Find the side of each node from the graph of another number of the same samples.
+
+    Nodes whose shapes differ there have samples. A model with a loop over samples has another
+    graph: then no walk tells samples apart, and all parameters go to the loop.
+    """
+    graph = forward.graph
+    if earlier is not None and earlier.fits(graph):
+        plan.classify(graph)
+        return
+    other = None if graph.has_nested_tensors else _graph_of_another_number(forward)
+    graph.classify(other)
+    if graph.side[-1] == PARAMETER:  # as in a part of a padded batch
+        other = None
+        graph.classify(other)
+    if other is None:
+        reason = NESTED if graph.has_nested_tensors else IRREGULAR
+        plan.measure_by_sample(plan.names, reason)
+    if plan.sides != graph.side:
+        plan.uses = Uses.of(graph)
+    plan.sides, plan.keys = graph.side, graph.keys
+
+
+def _graph_of_another_number(forward: ForwardPass) -> Graph | None:
+    """Return the graph of a pair of the samples, else of every sample twice, if it is the same."""
+    graph, count = forward.graph, forward.count
+    pair, twice = [0, count - 1], [*range(count)] * 2
+    for samples in [pair, twice] if count > 2 else [twice]:
+        try:
+            other = walk(forward.run(samples), forward.view.parameters)
+        except FAILURES as error:  # the model may take no such number
+            if isinstance(error, FastlrError) or out_of_memory(error):
+                raise
+            continue
+        if other.names == graph.names and other.children == graph.children:
+            return other
+    return None
+
+
+def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
+    """Find where the samples are at all uses, as the graph shows or as marks find.
+
+    See "Known from the graph" in docs/trust.md. Parameters go to the loop if no axis explains their
+    gradients.
+    """
+    graph, uses, view = forward.graph, plan.uses, forward.view
+    plan.layouts, plan.rows_lost_at = {}, ""
+    if plan.by_sample.keys() >= set(plan.names):
+        return
+    rows = trace(graph, forward.z, view.out_dim)
+    several = blocks_of_several_images(graph, rows.layouts)
+    if several:
+        raise Again(several)
+    plan.uncovered = uncovered(graph)
+    places = [(node, output) for node in uses.at_node for output in range(graph.outputs(node))]
+    layouts: dict = {place: rows.layouts.get(place) for place in places}
+    unknown = [place for place, layout in layouts.items() if layout is None]
+    if unknown:
+        v = generic_cotangent(forward.z)
+        found = layouts_by_marks(graph, uses, forward.z, v, view.out_dim, unknown)
+        layouts |= found
+        plan.rows_lost_at = rows.lost_at if found else ""
+        reason = f"its sample axis was not found in a batch of {forward.count}"
+        for node, _ in [place for place, layout in found.items() if layout is None]:
+            for use in uses.at_node[node]:
+                plan.measure_by_sample(graph.names_below(use.child), reason)
+    plan.layouts = {place: layout for place, layout in layouts.items() if layout is not None}
+    for use in uses.every:
+        if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
+            plan.measure_by_sample(graph.names_below(use.child), COUNTED)

@@ -1,1 +1,0 @@
-"""Checks that a number passes before it is returned."""
