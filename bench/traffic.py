@@ -181,7 +181,7 @@ def chunk_traffic(
     larger = dataclasses.replace(plan, key=plan.key._replace(shapes=shapes))
     first = torch.zeros(1, dtype=torch.int64)
     made = getattr(inputs, "_options", None)
-    how = made(0, inputs.table(), passes.dtype_on_device) if made else {}
+    how = made(0, inputs.table(), passes.dtype) if made else {}
 
     def go_through(plan: Any, traffic: Traffic) -> None:
         with (

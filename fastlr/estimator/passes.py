@@ -87,19 +87,7 @@ class Passes:
         if options.in_dim != options.inputs_in_dim or not hasattr(options.inputs, "from_device"):
             return None
         return options.inputs.from_device(
-            n, seed=options.seed, device=self.view.device, dtype=self.dtype_on_device
-        )
-
-    @property
-    def dtype_on_device(self) -> torch.dtype:
-        """Return the dtype of inputs made on the device.
-
-        It is autocast's, where the model would have them cast to it before all else.
-        """
-        return (
-            self.options.dtype
-            if self.options.dtype and self.engine.folding.inputs_may_be_made_in_autocasts_dtype
-            else self.dtype
+            n, seed=options.seed, device=self.view.device, dtype=self.dtype
         )
 
     def autocast(self) -> AbstractContextManager[Any]:

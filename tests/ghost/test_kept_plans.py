@@ -6,7 +6,7 @@ The model stays as it was.
 from warnings import catch_warnings
 
 import torch
-from expected import refused, warned
+from expected import warned
 from pytest import mark, raises
 from single_samples import Written, truth
 from torch import nn

@@ -173,34 +173,3 @@ def test_an_activation_that_was_left_open(act):
     (unchanged,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
     assert torch.equal(unchanged, g)
     assert torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
-
-
-READS = {
-    "a_convolution": (lambda m, x: m(x), True),
-    "two_convolutions": (lambda m, x: m(x) + F.conv2d(x, m[0].weight), True),
-    "its_shape": (lambda m, x: m(x)[..., : x.shape[-1]], True),
-    "its_dtype": (lambda m, x: m(x).to(x.dtype), False),
-    "a_sum_too": (lambda m, x: m(x) + x[:, :1], False),
-    "in_a_list": (lambda m, x: m(x) + torch.stack([x, x]).sum(), False),
-    "a_view": (lambda m, x: m(x.flip(0)), False),
-}
-
-
-@mark.parametrize("name", READS)
-def test_who_reads_the_inputs(name):
-    """Inputs that only autocast convolutions read may be made in autocast's dtype: same bits."""
-    read, casts = READS[name]
-    model = conv(4, 6).eval()
-    folding = Folding()
-    x = torch.randn(3, 4, 7, 6)
-
-    def outputs(inputs, dtype):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            return folding.run(dict(model.named_parameters()), lambda: read(model, inputs), inputs)
-
-    full = outputs(x, torch.bfloat16)
-    assert folding.inputs_may_be_made_in_autocasts_dtype is casts
-    if casts:
-        assert torch.equal(full, outputs(x.bfloat16(), torch.bfloat16))
-    outputs(x, None)
-    assert not folding.inputs_may_be_made_in_autocasts_dtype

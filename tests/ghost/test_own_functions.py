@@ -1,6 +1,5 @@
 """A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
 
-import time
 from contextlib import nullcontext
 
 import torch
@@ -10,8 +9,6 @@ from pytest import mark, param
 from single_samples import Written
 from torch import nn
 from torch.autograd.function import once_differentiable
-
-from fastlr.ghost.norms import sq_norms as backward_module
 
 OTHERS = {"n": None, "i": 3, "s": "text", "l": torch.arange(3), "o": object()}
 
@@ -135,21 +132,6 @@ def test_a_formula_that_fails_by_itself_leaves_the_loop():
 
     with warned("formula of ProductBackward fails by itself"):
         held("nxwb", product("nxwb", early=True, outputs=3, backward=backward), True, {"loop"})
-
-
-def test_a_formula_that_takes_long_is_said(monkeypatch):
-    """It runs once a sample on the whole batch: its time grows with the batch's square."""
-    monkeypatch.setattr(backward_module, "_SECONDS_OF_A_FORMULA", 0.1)
-
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        time.sleep(0.001 * len(g))
-        return g @ w, g.T @ x, g.sum(0)
-
-    model = Uses("xwb", product("xwb", early=True, backward=backward), before=True).double()
-    x = torch.randn(16, 4, dtype=torch.float64)
-    with warned("formula of ProductBackward runs 16 times.* smaller batches"):
-        holds(model, x, route=None)
 
 
 class TripledInPlace(torch.autograd.Function):

@@ -104,7 +104,7 @@ def run_measured(view: ModelView, folding: Folding, x: Any) -> Tensor:
 def run_folded(view: ModelView, folding: Folding, x: Any) -> Tensor:
     """Run the model folded on copies of the inputs, as it may write to them."""
     given, known_to_write = copied(x), passes_write()
-    z = folding.run(view.named, lambda: view.forward(given), given)
+    z = folding.run(view.named, lambda: view.forward(given))
     if passes_write() and not known_to_write:
         return run_folded(view, folding, x)  # this graph has no copies of what the pass has written
     return z

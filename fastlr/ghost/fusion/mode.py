@@ -21,19 +21,16 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastlr import ops
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn, recurrent
 from fastlr.ghost.fusion.blocks import Blocks
-from fastlr.ghost.fusion.calls import CONVOLUTIONS, HANDLERS, NO_NORM, Call, metadata
+from fastlr.ghost.fusion.calls import HANDLERS, NO_NORM, Call, metadata
 from fastlr.ghost.fusion.checkpoints import is_checkpointed
 from fastlr.ghost.fusion.control_flow import run_watched, runs_functions
-from fastlr.ghost.fusion.pending import METADATA, computed
-from fastlr.ops.torch_private import tree_leaves
+from fastlr.ghost.fusion.pending import computed
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
 
@@ -51,8 +48,6 @@ def unfolded() -> Iterator[None]:
 # Kinds of nodes that a folded forward pass has and the model has not.
 OURS = frozenset({conv_bn.NODE, fixed_norm.NODE})
 _MOST_PASSES = 3  # that may turn out not to be what the model computes
-_DTYPE: Any = Tensor.dtype
-_READ_OF_DTYPE = _DTYPE.__get__
 
 
 class Folding(TorchFunctionMode):
@@ -60,7 +55,6 @@ class Folding(TorchFunctionMode):
 
     Attributes:
         blocks: what was found, and what is refused.
-        inputs: of the forward pass, where kernels serve.
         idle: the model has nothing to fold, and is run as it is.
         hooks_tensors: Whether a forward pass has registered hooks on tensors, which may change any
             gradient.
@@ -69,21 +63,9 @@ class Folding(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Blocks()
-        self.inputs: Any = None
         self.idle = self.hooks_tensors = False
-        self._reads_by_autocast_convolutions = self._other_reads = 0
 
-    @property
-    def inputs_may_be_made_in_autocasts_dtype(self) -> bool:
-        """True if convolutions that autocast converts the inputs for were all that read them.
-
-        So it was in the last forward pass by kernels.
-        """
-        return self._reads_by_autocast_convolutions > 0 and self._other_reads == 0
-
-    def run(
-        self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None
-    ) -> Any:
+    def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any]) -> Any:
         """Run ``forward`` with its blocks folded.
 
         Once more where something turned out that forbids folding one.
@@ -91,11 +73,9 @@ class Folding(TorchFunctionMode):
         Args:
             tensors: the model's parameters by name, as this forward pass uses them.
             forward: the forward pass.
-            inputs: of which it is.
         """
         blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
         blocks.names = {id(t): name for name, t in tensors.items()}
-        self._watch_reads_of(inputs)
         for _ in range(_MOST_PASSES):
             blocks.begin()
             if blocks.disabled or self.idle or not _enabled.get():
@@ -126,30 +106,8 @@ class Folding(TorchFunctionMode):
         self.hooks_tensors |= func is Tensor.register_hook
         if runs_functions(func):
             return run_watched(func, args, call.kwargs, self.blocks.names)
-        self._note_read_of_inputs(call)
         handler = HANDLERS.get(func)
         if handler is None or (handler is not metadata and is_checkpointed()):
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result
-
-    def _watch_reads_of(self, inputs: Any) -> None:
-        """Note from now on who reads these inputs, if kernels serve them."""
-        self.inputs = None
-        kernels_serve_them = isinstance(inputs, Tensor) and ops.backend_for(inputs) == "triton"
-        if kernels_serve_them:
-            self.inputs = inputs
-            self._reads_by_autocast_convolutions = self._other_reads = 0
-
-    def _note_read_of_inputs(self, call: Call) -> None:
-        """Note what a call that gets the inputs has to do with their dtype."""
-        if self.inputs is None:
-            return
-        if not any(t is self.inputs for t in tree_leaves((call.args, call.kwargs))):
-            return
-        if call.func in METADATA and call.func != _READ_OF_DTYPE:
-            return
-        if call.func in CONVOLUTIONS and torch.is_autocast_enabled(self.inputs.device.type):
-            self._reads_by_autocast_convolutions += 1
-        else:
-            self._other_reads += 1

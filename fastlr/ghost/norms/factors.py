@@ -9,6 +9,7 @@ their rows, takes the inner product of a tied embedding's two forms by itself, |
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -30,10 +31,12 @@ class Factor:
     What its first field holds has the samples first.
 
     Attributes:
+        shape: Shape of the tensor.
         joinable: names of the tensors that are joined where factors are (see `join`).
         row_axis: of these tensors.
     """
 
+    shape: Sequence[int]
     joinable: ClassVar[tuple[str, ...]] = ()
     row_axis = 0
 
@@ -48,7 +51,8 @@ class Factor:
 
     def sq_norms(self) -> Tensor:
         """Squared norm of each sample's gradient: [B], float64."""
-        raise NotImplementedError
+        ranges = chunks(len(self), math.prod(self.shape), CHUNK_ELEMENTS)
+        return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
 
     def dense(self, lo: int, hi: int) -> Tensor:
         """Gradients of samples lo to hi: [hi - lo, *shape]."""
@@ -240,10 +244,6 @@ class Sum(Factor):
 
     def __len__(self) -> int:
         return len(self.factors[0])
-
-    def sq_norms(self) -> Tensor:  # noqa: D102
-        ranges = chunks(len(self), self.shape.numel(), CHUNK_ELEMENTS)
-        return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return reduce(

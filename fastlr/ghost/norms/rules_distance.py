@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fastlr.ghost.graph.layouts import Regular
 from fastlr.ghost.graph.rows import Step
-from fastlr.ghost.norms.factors import CHUNK_ELEMENTS, Dense, Factor
+from fastlr.ghost.norms.factors import Factor
 from fastlr.ghost.norms.rules import Site, Unsupported, rule
-from fastlr.ops.linear import chunks
 from fastlr.ops.torch_private import distance_gradients
 
 
@@ -45,26 +44,6 @@ class Distances(Factor):
     g: Tensor
     p: float
     shape: torch.Size
-
-    def sq_norms(self) -> Tensor:  # noqa: D102
-        if self.p == 2 and self.points.ndim == 2 and self.rows.shape[1] == 1:
-            return self._of_one_row()
-        ranges = chunks(len(self), self.points.numel(), CHUNK_ELEMENTS)
-        return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
-
-    def _of_one_row(self) -> Tensor:
-        """Squared norms where samples have one row.
-
-        They follow from the lengths of the gradients at each point, which are those of g.
-
-        They are not quite where the distances were taken from a product of matrices, which loses
-        digits.
-        """
-        g, distances = self.g[..., 0], self.distances[..., 0]
-        lengths = torch.cdist(
-            self.rows[:, 0], self.points, compute_mode="donot_use_mm_for_euclid_dist"
-        )
-        return Dense(torch.where(distances > 0, g * (lengths / distances), 0.0)).sq_norms()
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         points = self.points.expand(hi - lo, *self.points.shape)

@@ -12,7 +12,6 @@ per-sample gradient is formed, hence "ghost" norms: Goodfellow 2015 (arXiv:1510.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from functools import reduce
 from typing import Any
@@ -23,7 +22,6 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr import ops
-from fastlr.errors import warn
 from fastlr.ghost.graph.backward import backward
 from fastlr.ghost.graph.layouts import Unsupported
 from fastlr.ghost.graph.plan import Plan
@@ -46,10 +44,7 @@ from fastlr.ghost.norms.rules import COMPLEX, RULES, Site
 from fastlr.ops.autocast import full_precision
 from fastlr.ops.linear import chunks
 from fastlr.ops.process_state import warnings_ignored
-from fastlr.ops.torch_private import own_function
 
-# A batch may take so long by a formula of the user's before anything is said.
-_SECONDS_OF_A_FORMULA = 1.0
 SMALL = 1 << 16  # elements of a factor up to which a copy of it costs less than a call saves
 HELD = 1 << 20  # elements of factors that wait for others like them
 # What a rule may raise where it does not apply, by a new plan.
@@ -138,7 +133,7 @@ def sq_norms(
         raise Again(unfolded)
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
-            _add_by_formula(norms, site, uses)
+            norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
         norms.add_waiting()
     zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}
@@ -232,22 +227,6 @@ class _NormsOfUses:
     def _add(self, name: str, value: Tensor) -> None:
         before = self.by_name.get(name)
         self.by_name[name] = value if before is None else before + value
-
-
-def _add_by_formula(norms: _NormsOfUses, site: Site, uses: list[Use]) -> None:
-    """Add the norms of parameters by the formula of their node, run once a sample.
-
-    Its time grows with the square of the batch: a user whose own Function takes long is told.
-    """
-    begun = time.perf_counter()
-    norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
-    is_slow = time.perf_counter() - begun > _SECONDS_OF_A_FORMULA
-    if is_slow and site.count > 1 and own_function(site.node) is not None:
-        warn(
-            f"the backward formula of {site.node.name()} runs {site.count} times, once a sample, "
-            "each time on the whole batch, and takes long: smaller batches take less time in all "
-            "(a batch_size= of estimate, or fewer samples a call of per_sample_grad_sq_norms)"
-        )
 
 
 def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:

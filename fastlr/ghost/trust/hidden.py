@@ -77,7 +77,7 @@ def _module_to_blame(model: nn.Module, culprits: Sequence[str]) -> str:
 def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
     """Return True if parameters move the output, and not by a choice alone.
 
-    A deep copy in more digits says so, if it moves like the model.
+    A deep copy in more digits decides, if it moves like the model.
     """
     if not _gaps_with(view, samples, z, names, _LARGE_MOVE).any():
         return False
