@@ -116,7 +116,7 @@ def unfolded_blocks(estimator: LocalRedundancy) -> list[str]:
     norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules)
     engine = estimator.passes.engine
     blocks = engine.folding.blocks
-    disabled = blocks.disabled or engine.reason
+    disabled = blocks.disabled or engine.ladder.reason
     if norms and disabled:
         return [f"no batch norm is folded: {disabled}"]
     reasons = blocks.not_folded | blocks.refused

@@ -136,7 +136,7 @@ def calls(name: str, count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "forward pass": [(ModelView, "forward")],
     "backward pass, and reaching the uses in it": [(torch.autograd, "grad")],
-    "rules: factors of the uses": [(backward, "_by_rule")],
+    "rules: factors of the uses": [(backward, "_factors")],
     "norms of the factors": [
         (backward._NormsOfUses, "add_factors"),
         (backward._NormsOfUses, "add_waiting"),
@@ -144,7 +144,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "the graph walked and known again, or looked at": [
         (engine, "walk"),
         (Key, "of"),
-        (engine, "plan_of"),
+        (Engine, "_plan_for"),
     ],
     "audits": [(Engine, "_audit")],
     "all else": [(Engine, "run")],

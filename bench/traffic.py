@@ -29,6 +29,7 @@ import fastlr
 from bench import noting
 from bench.cases import calibrate, image_network
 from fastlr import ops
+from fastlr.estimator.cuda_graph import norms_of_planned_batch
 from fastlr.ops import folded, tuning
 from fastlr.ops.deferred_checks import gathered
 
@@ -170,8 +171,8 @@ def chunk_traffic(
     with ops.noting_launches():  # the plan is of the graph that there is on a GPU
         estimator.measure()
     passes = estimator.chunks.passes
-    plan = passes.engine.plan()
-    if plan is None:
+    plan = passes.engine.plan
+    if plan is None or not plan.is_by_rules:
         raise SystemExit(
             "this model has no plan that needs no look at the batch: it is not captured on a GPU "
             "either"
@@ -197,7 +198,7 @@ def chunk_traffic(
                 x = ops.get("shape_images_from", "triton")(first, plan.count, **how)
             else:
                 x = passes.inputs(0, plan.count)
-            passes.engine.run_without_waiting_for_device(plan, x, passes.cotangent(index, x))
+            norms_of_planned_batch(passes.engine, plan, x, passes.cotangent(index, x))
 
     go_through(plan, Traffic())  # tables are made by the first, as before a capture
     traffic = Traffic()

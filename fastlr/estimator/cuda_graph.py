@@ -20,15 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.errors import first_line
+from fastlr.errors import NonFiniteError, first_line
 from fastlr.estimator.capture import Captured, Recorder, ShapeChanged, graph_key
 from fastlr.estimator.passes import Passes
+from fastlr.ghost.engine import Engine, as_table
+from fastlr.ghost.fusion.forward import require_finite
 from fastlr.ghost.graph.plan import Plan
-from fastlr.ghost.model.batch import as_inputs
+from fastlr.ghost.graph.walk import walk
+from fastlr.ghost.model.batch import Batch, as_inputs
 from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.norms.cotangents import passes as engine_passes
+from fastlr.ghost.norms.sq_norms import Again, sq_norms
 from fastlr.ghost.trust.audits import Draw, SampleAudit
-from fastlr.ops.cudnn import without_cudnn
-from fastlr.ops.deferred_checks import gathered, out_of_memory
+from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
+from fastlr.ops.deferred_checks import gathered, out_of_memory, refuse_beyond
 from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
 
@@ -57,8 +62,8 @@ class Replay:
                     x = tree_unflatten(given, form)
                 else:
                     x = as_inputs(make(self.first))
-                table, output = self.engine.run_without_waiting_for_device(
-                    plan, x, passes.cotangent(offsets + self.first, x)
+                table, output = norms_of_planned_batch(
+                    self.engine, plan, x, passes.cotangent(offsets + self.first, x)
                 )
                 bad = torch.stack(flags).any()
             return table, output, x, bad
@@ -98,13 +103,49 @@ class Replay:
         if not samples:
             return []
 
-        def again() -> Any:
-            return passes.view.inputs(passes.inputs(start, stop))
+        view, plan = engine.view, self.plan
 
-        measured = self.plan, self.x, self.output, self.table
+        def batch(x: Any) -> Batch:
+            return view.batch(x, plan.count, plan.carriers)
+
+        def inputs() -> Any:
+            return view.inputs(passes.inputs(start, stop))
+
         with gathered(), passes.autocast():
-            cotangent = self.cotangent()
-            return [engine.audit_of(*measured, cotangent, sample, again) for sample in samples]
+            (one,) = engine_passes(self.cotangent(), self.output, view.out_dim)
+            norms = self.table / one.unscaling
+            again = lambda: batch(inputs()), lambda: engine.run_forward(inputs())
+            return [
+                SampleAudit(view, plan, batch(self.x), sample, self.output, one, norms, *again)
+                for sample in samples
+            ]
+
+
+def norms_of_planned_batch(
+    engine: Engine, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Measure a batch by the plan of an earlier one. No check waits for the device.
+
+    Returns:
+        (squared norms [parameters, B], float64; the output).
+
+    Raises:
+        Again: The graph is not the planned one.
+    """
+    view = engine.view
+    with torch.inference_mode(False):
+        z = engine.run_forward(x)
+        require_finite(z)
+        graph = walk(z, view.parameters)
+        if graph.signature() != plan.key.structure:
+            raise Again
+        plan.classify(graph)
+        (one,) = engine_passes(cotangent, z.detach(), view.out_dim)
+        with cudnn_as_user_set(view.device):
+            norms = sq_norms(graph, z, one.v, plan)
+        table = as_table(norms, view.parameters, one) * one.unscaling
+    refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
+    return table, z.detach()
 
 
 class Replays:
@@ -133,7 +174,9 @@ class Replays:
     def begin(self) -> None:
         """Begin a run over the inputs."""
         self._bad, self._audits = [], []
-        key = () if self.recorder is None else graph_key(self.engine.model)
+        key: tuple = ()
+        if self.recorder is not None:
+            key = self.engine.ladder.rung, graph_key(self.engine.model)
         if key != self._key:
             if self.held:
                 self.note = (
@@ -146,15 +189,17 @@ class Replays:
     def ran(self, size: int) -> None:
         """Keep the plan of a chunk of this size, which the engine has run, for a capture."""
         plan = self.engine.plan if self._wanted() else None
-        if plan is not None and plan.count == size and self.engine.replayable(plan):
+        if plan is not None and plan.count == size and plan.is_by_rules:
             self.planned[size] = plan
 
     def _wanted(self) -> bool:
         """Return True unless chunks are to run without graphs.
 
-        Once an audit has failed, every batch is looked at and audited.
+        Once an audit has failed, every batch is compared and audited.
         """
-        return self.recorder is not None and not self.engine.audits.failed
+        engine = self.engine
+        is_doubted = engine.audits.failed or engine.independence.suspicion
+        return not (self.recorder is None or is_doubted or engine.view.has_hooked_parameters)
 
     def run(self, start: int, stop: int, whole: int, draw: Draw) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.
@@ -189,7 +234,7 @@ class Replays:
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk and return it; None where none of this size has been run."""
         plan = self.planned.pop(size, None)
-        if plan is None or self.recorder is None or not self.engine.replayable(plan):
+        if plan is None or self.recorder is None:
             return None
         replay = self.held[size] = Replay(self.passes, plan, self.recorder(self.passes.view.device))
         return replay

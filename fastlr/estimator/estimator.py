@@ -242,7 +242,7 @@ class LocalRedundancy:
                     part = norms.table[:, : max(0, keep - before)].double().sum(1)
                     sums = part if sums is None else part + sums
                     routes |= norms.routes
-                    rungs.add(self.engine.rung)
+                    rungs.add(self.engine.ladder.rung)
                 kept.append(all_values[:keep])
                 done = stop
                 if report is not None:

@@ -92,7 +92,7 @@ def holds_on_all(
         engine.audits.failed = max(1, engine.audits.failed)
         engine.forget_plans()
     if all_rungs:
-        engine.step_down(max(all_rungs), "another part of the measurement has done so")
+        engine.ladder.step_down(max(all_rungs), "another part of the measurement has done so")
     return False
 
 

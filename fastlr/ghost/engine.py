@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from fastlr import ops
 from fastlr.errors import (
-    FastlrError,
     NonFiniteError,
     RandomForwardError,
     few,
-    first_line,
     warn,
 )
-from fastlr.ghost.fusion.forward import ForwardPass, require_finite, run_measured
-from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph.layouts import Unsupported
+from fastlr.ghost.fusion.forward import ForwardPass, run_measured
+from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph.plan import Key, Plan
 from fastlr.ghost.graph.walk import OWN, Graph, walk
 from fastlr.ghost.model.attributes import emptied
@@ -39,11 +34,11 @@ from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import passes_write, unchanged
 from fastlr.ghost.norms.cotangents import Cotangent, Pass, generic_cotangent, passes
-from fastlr.ghost.norms.sq_norms import Again, sq_norms
-from fastlr.ghost.trust.agreement import has_few_digits, norm_tolerance
+from fastlr.ghost.norms.sq_norms import sq_norms
+from fastlr.ghost.trust.agreement import norm_tolerance
 from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Draw, Outdated, Refuted, SampleAudit
 from fastlr.ghost.trust.caches import Caches
-from fastlr.ghost.trust.copies import all_zero, measured_on_copy
+from fastlr.ghost.trust.copies import measured_on_copy, untested_by_audits
 from fastlr.ghost.trust.hooks import (
     Scale,
     changed_by_hooks,
@@ -51,33 +46,17 @@ from fastlr.ghost.trust.hooks import (
     require_same_among_copies,
 )
 from fastlr.ghost.trust.independence import Independence, spread
+from fastlr.ghost.trust.ladder import Ladder, Rung
 from fastlr.ghost.trust.planning import new_plan
 from fastlr.ghost.trust.truth import norms_by_loop, norms_of_one
 from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.compiled_parts import again_once_compiled, uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
-from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.modules import all_modules
 from fastlr.ops.process_state import quiet_rng
 from fastlr.ops.recent import Recent
 
 MOST_COPIES = 8  # structures that deep copies test, if the data choose the graph of a model
-
-
-class Rung(IntEnum):
-    """A rung of the ladder: how all parameters of a model are measured at best."""
-
-    KERNELS = 0
-    PLAIN_TORCH = 1
-    UNFOLDED = 2
-    BY_NODE = 3
-    BY_SAMPLE = 4
-
-    @property
-    def words(self) -> str:
-        """The rung in words."""
-        ways = "by kernels", "in plain torch", "unfolded", "by formulas of nodes", "by sample"
-        return ways[self]
 
 
 @dataclass(eq=False)
@@ -116,13 +95,12 @@ class Engine:
 
     Attributes:
         view: Model.
-        rung: Rung of the ladder.
-        reason: Why the engine has stepped down; "" if it has not.
+        folding: Blocks of the model that run as one node.
+        ladder: Rung on which the model is measured.
         plans: Plans by their keys.
         plan: Plan of the last batch.
         audits: Counts of audits, and when the next is due.
         independence: Comparisons of samples in other company.
-        folding: Blocks of the model that run as one node.
 
     Raises:
         ModelError: No trainable parameters, or ones that cannot be measured.
@@ -131,11 +109,12 @@ class Engine:
     def __init__(self, model: nn.Module | ModelView, *, is_copy: bool = False) -> None:
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
         self.is_copy = is_copy
-        self.rung, self.reason = Rung.KERNELS, ""
+        self.folding = Folding()
+        self.ladder = Ladder(self.folding)
         self.plans: Recent[Key, Plan] = Recent()
         self.plan: Plan | None = None
-        self.audits, self.independence, self.folding = Audits(), Independence(), Folding()
-        self._last_of_structure: Recent[tuple, Plan] = Recent()
+        self.audits, self.independence = Audits(), Independence()
+        self._plan_of_structure: Recent[tuple, Plan] = Recent()
         self._caches = Caches()
         self._copies = 0
         self._warned: set[str] = set()
@@ -166,11 +145,11 @@ class Engine:
         """
         self.view = self.view.renewed()
         x = self.view.inputs(x)
-        return again_once_compiled(lambda: self._run(x, cotangent, check))
+        return again_once_compiled(lambda: self._run_until_it_holds(x, cotangent, check))
 
-    def _run(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
-        """Measure a batch, on a lower rung where plain autograd refutes it."""
-        rung, reason = self.rung, self.reason
+    def _run_until_it_holds(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
+        """Measure a batch, again where a plan is outdated or a rung does not hold."""
+        rung, reason = self.ladder.rung, self.ladder.reason
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
@@ -182,89 +161,31 @@ class Engine:
         ):
             while True:
                 try:
-                    with self._on_rung():
+                    with self.ladder.context():
                         return self._measure(x, cotangent, check)
+                except Outdated as error:
+                    self._forget_plans_after(error)
                 except Exception as error:
-                    if not self._may_hold_on_lower_rung(error):
-                        self.rung, self.reason = rung, reason
+                    uses_kernels = ops.backend_for(*self.parameters.values()) == "triton"
+                    if not self.ladder.step_down_after(error, uses_kernels=uses_kernels):
+                        self.ladder.rung, self.ladder.reason = rung, reason
                         raise
-                # Here the traceback no longer holds the memory of the failed pass.
+                # Here no traceback holds the memory of the failed pass.
+
+    def run_forward(self, x: Any) -> Tensor:
+        """Return the output for inputs, with its graph, as the engine measures it."""
+        with self.ladder.context():
+            return run_measured(self.view, self.folding, x)
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without tensors that earlier passes have left in it."""
         return emptied(self._caches.of(self.view, self._flags, x))
 
     def _flags(self) -> tuple:
-        """Return the train flags, dtypes and autocast under which the model would run now."""
+        """Return what decides how the model runs, besides its inputs."""
         modes = tuple([m.training for m in all_modules(self.model)])
         dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
-        return modes, dtypes, autocast_dtype(self.view.device)
-
-    # -- the ladder
-    # ----------------------------------------------------------------------------------------------
-
-    def _on_rung(self) -> ExitStack:
-        """Return the context in which the model runs on the engine's rung."""
-        context = ExitStack()
-        if self.rung >= Rung.PLAIN_TORCH:
-            context.enter_context(ops.using("torch"))
-        if self.rung >= Rung.UNFOLDED:
-            context.enter_context(unfolded())
-        return context
-
-    def _may_hold_on_lower_rung(self, error: Exception) -> bool:
-        """Prepare to measure the batch again after an error; return False if that cannot help."""
-        text = f"{type(error).__name__}: {first_line(error)[:200]}"
-        if isinstance(error, Again):
-            self.folding.blocks.refused |= error.unfolded
-            return True
-        if isinstance(error, Outdated):
-            self.audits.fail(error)
-            warn(
-                f"an audit failed ({error}): the model has changed since the last audit that "
-                "passed, and results since then may be wrong. It is checked again on this batch"
-            )
-            self.forget_plans()
-            return True
-        if isinstance(error, Refuted):
-            return self.step_down(self._next_rung(), str(error), says_so=True)
-        if isinstance(error, (Unsupported, CheckpointError)):
-            by = "activation checkpointing: " * isinstance(error, CheckpointError)
-            return self.step_down(Rung.BY_SAMPLE, f"{by}{first_line(error)}")
-        may_be_the_foldings_fault = self.folding.blocks.may_have_changed_the_pass
-        if isinstance(error, FastlrError) or out_of_memory(error) or not may_be_the_foldings_fault:
-            return False
-        return self.step_down(Rung.UNFOLDED, text)
-
-    def _next_rung(self) -> int:
-        """Return the next lower rung on which something would change."""
-        rung = self.rung + 1
-        if rung == Rung.PLAIN_TORCH and ops.backend_for(*self.parameters.values()) == "torch":
-            rung += 1
-        if rung == Rung.UNFOLDED and not self.folding.blocks.has_folded:
-            rung += 1
-        return rung
-
-    def step_down(self, rung: int, reason: str, *, says_so: bool = False) -> bool:
-        """Use a lower rung from now on; return False if there is none."""
-        if not self.rung < rung <= Rung.BY_SAMPLE:
-            return False
-        self.rung, self.reason = Rung(rung), reason
-        self.forget_plans()
-        if says_so:
-            warn(
-                f"plain autograd refutes the norms ({reason}): from now on the model is measured "
-                f"{self.rung.words}"
-            )
-        return True
-
-    def forget_plans(self) -> None:
-        """Make all plans again."""
-        self.plans.clear()
-        self._last_of_structure.clear()
-
-    # -- one batch
-    # ----------------------------------------------------------------------------------------------
+        return modes, dtypes, autocast_dtype(self.view.device), self.ladder.rung
 
     def _measure(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Return the norms of a batch: run it, find its plan, measure, audit."""
@@ -272,87 +193,93 @@ class Engine:
         self.plan = None
         forward = ForwardPass.of(self.view, self.folding, x)
         self._warn_of_others(forward.graph)
-        key = self._key(forward)
+        inputs = inputs_key(x, forward.count, self.view.in_dim)
+        key = Key.of(self._flags(), forward.graph, forward.count, inputs)
+        known = self.plans.get(key)
         several = passes(cotangent, forward.z.detach(), self.view.out_dim)
         first = next(several)
-        known = self.plans.get(key)
-        plan = self._plan(forward, key, known)
+        plan = self._plan_for(forward, key, known)
         norms = self._norms(forward, plan, first, is_new=known is None)
         table = norms * first.unscaling
         for one in several:
             table = table + self._norms(forward, plan, one) * one.unscaling
         self._refuse_gradients_not_finite(table)
         self._audit(forward, plan, known, first, norms, check)
-        self.plans.put(key, plan)
-        self._last_of_structure.put(key[:2], plan)
-        self.plan = plan
+        self.plan = self.plans.put(key, plan)
+        self._plan_of_structure.put(key[:2], plan)
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, {n: plan.route(n) for n in self.parameters})
 
-    def _key(self, forward: ForwardPass) -> Key:
-        """Return the key of the plan of a batch."""
-        inputs = inputs_key(forward.x, forward.count, self.view.in_dim)
-        return Key.of(self._flags(), forward.graph, forward.count, inputs)
+    # -- plans
+    # ----------------------------------------------------------------------------------------------
 
-    def _plan(self, forward: ForwardPass, key: Key, known: Plan | None) -> Plan:
-        """Return the plan of a batch: the known one, unless it has to be made in every batch."""
+    def _plan_for(self, forward: ForwardPass, key: Key, known: Plan | None) -> Plan:
+        """Return the known plan of a batch, unless one has to be made for every batch."""
         if known is not None:
             forward.carriers = known.carriers
             if not (known.rows_lost_at or self.independence.suspicion or self.audits.failed):
                 known.classify(forward.graph)
                 return known
-        plan = new_plan(
-            forward, key, known or self._last_of_structure.get(key[:2]), self.independence
-        )
-        if self.rung >= Rung.BY_SAMPLE:
-            plan.measure_by_sample(plan.names, self.reason)
-        elif self.rung >= Rung.BY_NODE:
-            plan.by_node |= dict.fromkeys((use.key for use in plan.uses.every), self.reason)
-        if passes_write():  # the backward pass may read what other passes have written since
-            forward.z = forward.run_again()
-            forward.graph = walk(forward.z, self.parameters)
-            if forward.graph.signature() != key.structure:
-                raise RandomForwardError(
-                    "two forward passes on the same inputs have other graphs: the model draws at "
-                    "random, or a pass changes what the next one does"
-                )
+        earlier = known or self._plan_of_structure.get(key[:2])
+        plan = new_plan(forward, key, earlier, self.independence)
+        self.ladder.restrict(plan)
+        if passes_write():
+            self._run_again(forward, key)  # its backward pass may read what other passes wrote
         plan.classify(forward.graph)
         return plan
+
+    def _run_again(self, forward: ForwardPass, key: Key) -> None:
+        """Replace the graph of a batch by one of another pass."""
+        forward.z = forward.run_again()
+        forward.graph = walk(forward.z, self.parameters)
+        if forward.graph.signature() != key.structure:
+            raise RandomForwardError(
+                "two forward passes on the same inputs have other graphs: the model draws at "
+                "random, or a pass changes what the next one does"
+            )
+
+    def _forget_plans_after(self, error: Outdated) -> None:
+        """Forget all plans after an audit has refuted one; from now on, every batch is audited."""
+        warn(
+            f"an audit failed ({error}): the model has changed since the last audit that passed, "
+            "and results since then may be wrong. It is checked again on this batch"
+        )
+        self.audits.fail(error.sample)
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Make all plans again."""
+        self.plans.clear()
+        self._plan_of_structure.clear()
+
+    # -- norms
+    # ----------------------------------------------------------------------------------------------
 
     def _norms(
         self, forward: ForwardPass, plan: Plan, one: Pass, *, is_new: bool = False
     ) -> Tensor:
         """Return the squared norms [parameters, B] of a batch for one cotangent."""
-        if plan.count == 1:
-            if is_new or self.view.has_hooked_parameters:
-                require_hooks_to_scale(self.view, forward.z, one.v)
-            return self._table(norms_of_one(forward, one.v, retain=one.more), one)
-        if self.view.has_hooked_parameters:
-            changed = changed_by_hooks(self.parameters)
-            plan.measure_by_sample(changed, "a hook of it changes its gradients")
+        hooked = self.view.has_hooked_parameters
         norms: dict[str, Tensor] = {}
-        if not plan.by_sample.keys() >= set(plan.names):
-            with cudnn_as_user_set(self.view.device):
-                norms = sq_norms(
-                    forward.graph,
-                    forward.z,
-                    one.v,
-                    plan,
-                    is_new=is_new,
-                    retain=one.more or is_new,
-                    skip=plan.by_sample,
-                )
-        by_sample = {name: self.parameters[name] for name in plan.names if name in plan.by_sample}
-        if by_sample:
-            self._warn_of_loop(plan)
-            norms |= norms_by_loop(forward, one.v, by_sample)
-        return self._table(norms, one)
-
-    def _table(self, norms: dict[str, Tensor], one: Pass) -> Tensor:
-        """Return squared norms [parameters, B] in the order of ``parameters``."""
-        zero = torch.zeros_like(one.unscaling)
-        return torch.stack([norms.get(name, zero) for name in self.parameters])
+        if plan.count == 1:
+            if is_new or hooked:
+                require_hooks_to_scale(self.view, forward.z, one.v)
+            norms = norms_of_one(forward, one.v, retain=one.more)
+        else:
+            if hooked:
+                changed = changed_by_hooks(self.parameters)
+                plan.measure_by_sample(changed, "a hook of it changes its gradients")
+            by_sample = {n: self.parameters[n] for n in plan.names if n in plan.by_sample}
+            if len(by_sample) < len(plan.names):
+                with cudnn_as_user_set(self.view.device):
+                    norms = sq_norms(
+                        forward.graph, forward.z, one.v, plan, is_new=is_new, retain=one.more
+                    )
+            if by_sample:
+                self._warn_of_loop(plan)
+                norms |= norms_by_loop(forward, one.v, by_sample)
+        return as_table(norms, self.parameters, one)
 
     # -- audits
     # ----------------------------------------------------------------------------------------------
@@ -371,7 +298,7 @@ class Engine:
         Args:
             forward: Forward pass over the batch.
             plan: Plan of the batch.
-            known: Earlier plan of the same key; None if ``plan`` is new.
+            known: Earlier plan of the same key; None if ``plan`` is the first.
             one: Backward pass over the batch.
             norms: Squared norms [parameters, B] of that pass.
             check: Samples that the caller wants audited.
@@ -384,76 +311,51 @@ class Engine:
         if plan.count == 1:  # plain autograd has measured the sample alone
             self.audits.passed += isinstance(check, Draw) and any(check)
             return
+        is_new = known is None
         hooks = self.folding.hooks_tensors or self.view.has_hooked_parameters
-        samples = self.audits.samples(plan.count, check, int(hooks) if known else SAMPLES)
-        wrong: dict[str, float] = {}
-        with nullcontext() if known is None or check is not None else self.audits.timed():
+        samples = self.audits.samples(plan.count, check, SAMPLES if is_new else int(hooks))
+        scale = Scale.of(forward.graph.float_dtypes())
+        with nullcontext() if is_new or check is not None else self.audits.timed():
             for sample in samples:
                 measured = forward.batch, sample, forward.z, one, norms
                 again = lambda: forward.batch, forward.run_again
                 audit = SampleAudit(self.view, plan, *measured, *again)
-                scaled = hooks or (known is None and sample == samples[0])
-                off = self._errors(audit, forward, plan is known, scaled, one)
-                self.audits.passed += not off
-                wrong |= off
-                if known is None:
-                    for name, deviation in audit.deviations().items():
-                        plan.deviations[name] = max(deviation, plan.deviations.get(name, 0.0))
-        if wrong:
-            worst = max(wrong, key=lambda name: wrong[name])
-            raise Refuted(f"the norm of {worst} is off by {wrong[worst]:.1e} of its sample's total")
-        if known is None and not self.is_copy:
+                tests_hooks = hooks or (is_new and sample == samples[0])
+                if not audit.holds_at(
+                    scale if tests_hooks else None, by_earlier_plan=plan is known
+                ):
+                    raise self.independence.interaction(forward)
+                self.audits.passed += 1
+                if is_new:
+                    plan.enter(audit.deviations())
+        if is_new and not self.is_copy:
             self._check_on_copy(forward, plan)
-        has_own_functions = any(kind.startswith(OWN) for kind in forward.graph.names)
-        if hooks or (known is None and has_own_functions):
+        if hooks or (is_new and any(kind.startswith(OWN) for kind in forward.graph.names)):
             tolerance = norm_tolerance(self.parameters.values(), plan.dtype, self.view.device)
             require_same_among_copies(self.view, forward.batch, forward.z, tolerance)
 
-    def _errors(
-        self, audit: SampleAudit, forward: ForwardPass, is_known: bool, scaled: bool, one: Pass
-    ) -> dict[str, float]:
-        """Run an audit; return the parameters with wrong norms, and how far each is off."""
-        scale = Scale.of(forward.graph.float_dtypes()) if scaled else None
-        may_differ, may_be_wrong = audit.run(scale, self.view.row(one.v, audit.sample)).tolist()
-        if may_differ and not audit.has_its_output():
-            if is_known:
-                alone = f"sample {audit.sample} alone gives another output than within its batch"
-                raise Outdated(audit.sample, f"{alone} of {forward.count}")
-            self.independence.require(forward, 0)
-            raise self.independence.interaction(forward, forward.batch)
-        off = audit.refuted() if may_be_wrong else {}
-        if off and is_known:
-            worst = max(off, key=lambda name: off[name])
-            text = f"the norm of {worst} for sample {audit.sample} is off by {off[worst]:.1e}"
-            raise Outdated(audit.sample, f"{text} of its total")
-        return off
-
     def _check_on_copy(self, forward: ForwardPass, plan: Plan) -> None:
-        """Measure a few samples on a deep copy, where the model's own numbers hide errors.
-
-        Few digits do so, and parameters that are all zero.
+        """Measure a few samples on a deep copy, if the model's own numbers hide errors of rules.
 
         Raises:
             Refuted: The copy was measured on a lower rung.
         """
-        by_rules = {name for name in plan.names if name not in plan.by_sample}
-        if not has_few_digits(self.parameters.values(), self.view.device):
-            by_rules -= plan.deviations.keys()
-            if not all_zero(self.parameters.values()):
-                return
-        if by_rules <= plan.tested_on_copy or self._copies >= MOST_COPIES:
+        untested = untested_by_audits(self.view, plan)
+        if untested <= plan.tested_on_copy or self._copies >= MOST_COPIES:
             return
         self._copies += 1
-        plan.tested_on_copy |= by_rules
+        plan.tested_on_copy |= untested
         copy, _ = self.measure_on_copy(forward.batch, plan)
         if copy is None:
             plan.notes.append(
                 "no deep copy of it runs like the model: it was checked as it is alone"
             )
-        elif copy.rung > max(self.rung, Rung.PLAIN_TORCH):
-            raise Refuted(copy.reason)
+        elif copy.ladder.rung > max(self.ladder.rung, Rung.PLAIN_TORCH):
+            raise Refuted(copy.ladder.reason)
 
-    def measure_on_copy(self, batch: Batch, plan: Plan) -> tuple[Engine | None, torch.dtype | None]:
+    def measure_on_copy(
+        self, batch: Batch, plan: Plan
+    ) -> tuple[Engine, torch.dtype] | tuple[None, None]:
         """Measure a few samples on a deep copy in more digits.
 
         Returns:
@@ -504,67 +406,8 @@ class Engine:
                 f"over samples, which is slow: {plan.by_sample[names[0]]}"
             )
 
-    # -- batches like an earlier one, in a CUDA graph
-    # ----------------------------------------------------------------------------------------------
 
-    def replayable(self, plan: Plan | None) -> bool:
-        """Return True if batches like an earlier one may be run by its plan alone."""
-        if plan is None or plan.count == 1 or plan.by_sample or plan.by_node:
-            return False
-        is_fixed = not (plan.rows_lost_at or self.independence.suspicion)
-        return is_fixed and not self.audits.failed and not self.view.has_hooked_parameters
-
-    def run_without_waiting_for_device(
-        self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Run a batch by the plan of an earlier one. No check waits for the device.
-
-        Returns:
-            (squared norms [parameters, B] in the order of ``parameters``, float64; the output).
-
-        Raises:
-            Again: The graph is not the planned one.
-        """
-        with torch.inference_mode(False), self._on_rung():
-            z = run_measured(self.view, self.folding, x)
-            require_finite(z)
-            graph = walk(z, self.parameters)
-            if graph.signature() != plan.key.structure:
-                raise Again
-            plan.classify(graph)
-            (one,) = passes(cotangent, z.detach(), self.view.out_dim)
-            with cudnn_as_user_set(self.view.device):
-                norms = sq_norms(graph, z, one.v, plan)
-            table = self._table(norms, one) * one.unscaling
-        refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
-        return table, z.detach()
-
-    def audit_of(
-        self,
-        plan: Plan,
-        x: Any,
-        output: Tensor,
-        table: Tensor,
-        cotangent: Cotangent,
-        sample: int,
-        again: Callable[[], Any],
-    ) -> SampleAudit:
-        """Return the audit of a sample of a batch that `run_without_waiting_for_device` did.
-
-        Args:
-            plan: Plan of the batch.
-            x: Inputs.
-            output: Output for them.
-            table: Squared norms [parameters, B].
-            cotangent: Cotangent of the batch.
-            sample: Number of the sample.
-            again: Function that makes the inputs again.
-        """
-        (one,) = passes(cotangent, output, self.view.out_dim)
-
-        def batch(x: Any) -> Batch:
-            return self.view.batch(x, plan.count, plan.carriers)
-
-        measured = batch(x), sample, output, one, table / one.unscaling
-        again_now = lambda: batch(again()), lambda: run_measured(self.view, self.folding, again())
-        return SampleAudit(self.view, plan, *measured, *again_now)
+def as_table(norms: Mapping[str, Tensor], names: Iterable[str], one: Pass) -> Tensor:
+    """Return squared norms as a table [parameters, B]; those of unused parameters are zero."""
+    zero = torch.zeros_like(one.unscaling)
+    return torch.stack([norms.get(name, zero) for name in names])

@@ -88,8 +88,8 @@ class SupportReport:
         if lost_at:
             kind = lost_at.removesuffix("Backward0")
             notes.append(f"rows are found and outputs compared in every batch: {kind}")
-        if engine.rung:
-            notes.append(f"measured {engine.rung.words}: {engine.reason}")
+        if engine.ladder.rung:
+            notes.append(f"measured {engine.ladder}")
         notes += notes_of_shared(shared_inputs(x, plan, view.in_dim))
         return SupportReport(
             tuple(_of_parameter(name, plan, deviations) for name in engine.parameters),

@@ -21,7 +21,7 @@ from bench.gpu_run.runner import GpuRun, whole_lines
 from bench.gpu_run.steps import ROOT, Step
 from bench.paired import Wrong
 from fastlr import LocalRedundancy, ShapeImages, kernels
-from fastlr.ghost.engine import Rung
+from fastlr.ghost.trust.ladder import Rung
 
 
 @fixture
@@ -395,7 +395,7 @@ def test_batch_norms_that_are_not_folded_are_wrong_by_name():
         test_estimate.check_mode(refuses, test_estimate.MODES["default"])
     test_estimate.check_mode(refuses, test_estimate.MODES["unfolded"])
     disabled = estimator()
-    disabled.passes.engine.step_down(Rung.UNFOLDED, "it varies")
+    disabled.passes.engine.ladder.step_down(Rung.UNFOLDED, "it varies")
     with raises(Wrong, match="it varies"):
         test_estimate.check_mode(disabled, test_estimate.MODES["default"])
 

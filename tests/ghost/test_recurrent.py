@@ -12,7 +12,7 @@ from torch.nn.utils import rnn as sequences
 from torch.testing import assert_close
 
 import fastlr
-from fastlr.ghost.engine import Engine, Rung
+from fastlr.ghost.engine import Engine
 from fastlr.ghost.fusion import mode as fuse
 from fastlr.ghost.fusion import recurrent
 from fastlr.ghost.graph.layouts import Ragged, Regular, Unsupported
@@ -20,6 +20,7 @@ from fastlr.ghost.graph.rows import _through
 from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.norms.factors import Dense
 from fastlr.ghost.norms.rules import RULES, Site
+from fastlr.ghost.trust.ladder import Rung
 
 B, T, IN, H = 4, 6, 3, 5
 KINDS = {
@@ -160,7 +161,7 @@ def test_after_folding_is_given_up():
     model, x = Layers("lstm").eval(), series(torch.float32)
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
-    engine.step_down(Rung.UNFOLDED, "a test")
+    engine.ladder.step_down(Rung.UNFOLDED, "a test")
     got = engine.run(x, lambda z: torch.ones_like(z))
     assert not engine.folding.blocks.replaced
     assert_close(got.total, want, rtol=1e-4, atol=0)
@@ -229,7 +230,7 @@ def test_models_that_differentiate_their_own_forward_pass():
         return torch.autograd.grad(energy, x, create_graph=True)[0].flatten(1)
 
     engine = holds(Written(slope, rnn=nn.LSTM(IN, H, batch_first=True)).double(), series())
-    assert engine.rung == Rung.UNFOLDED
+    assert engine.ladder.rung == Rung.UNFOLDED
     assert not engine.folding.blocks.replaced
 
 
@@ -390,7 +391,7 @@ def test_without_a_right_rule_another_way_serves(rule, monkeypatch):
         monkeypatch.delitem(RULES, recurrent.NODE)
     model = Written(lambda m, x: m.rnn(x)[0].flatten(1), rnn=nn.LSTM(IN, H, batch_first=True))
     engine = holds(model.double(), series(), route=None)
-    assert engine.rung == (Rung.UNFOLDED if rule == "wrong" else Rung.KERNELS)
+    assert engine.ladder.rung == (Rung.UNFOLDED if rule == "wrong" else Rung.KERNELS)
     assert engine.plan.route("rnn.weight_hh_l0") == ("rule" if rule == "wrong" else "node")
 
 

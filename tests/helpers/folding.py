@@ -41,12 +41,12 @@ def check(model, folded, x=None, why=""):
         *blocks.not_folded.values(),
         *blocks.refused.values(),
         blocks.disabled or "",
-        engine.reason,
+        engine.ladder.reason,
     ]
     if why:
         assert any(why in r for r in reasons), reasons
     else:
         assert not blocks.refused, reasons
         assert not blocks.disabled, reasons
-        assert not engine.rung, engine.reason
+        assert not engine.ladder.rung, engine.ladder.reason
     return blocks

@@ -7,7 +7,7 @@ measures with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,6 +94,11 @@ class Plan:
         """Number of samples."""
         return self.key.shapes[0]
 
+    @property
+    def is_by_rules(self) -> bool:
+        """True if rules measure all parameters, and the graph shows where the samples are."""
+        return not (self.by_node or self.by_sample or self.rows_lost_at) and self.count > 1
+
     def classify(self, graph: Graph) -> None:
         """Give a graph of this structure the sides and keys of its nodes."""
         graph.side, graph.keys = self.sides, self.keys
@@ -110,6 +115,11 @@ class Plan:
         """Measure these parameters by the loop over samples."""
         for name in names:
             self.by_sample.setdefault(name, reason)
+
+    def enter(self, deviations: Mapping[str, float]) -> None:
+        """Keep the largest deviation of each parameter."""
+        for name, deviation in deviations.items():
+            self.deviations[name] = max(deviation, self.deviations.get(name, 0.0))
 
     def route(self, name: str) -> str:
         """Return how a parameter is measured: "rule", "node", "loop", or "zero" if unused."""

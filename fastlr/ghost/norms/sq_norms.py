@@ -72,11 +72,10 @@ def sq_norms(
     *,
     is_new: bool = False,
     retain: bool = False,
-    skip: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
 
-    There is one tensor for every parameter in the graph but those in ``skip``.
+    There is one tensor for every parameter in the graph that is not measured by sample.
 
     Args:
         graph: Classified graph below ``z``.
@@ -85,12 +84,11 @@ def sq_norms(
         plan: Plan of the batch. Uses without a rule are added to ``plan.by_node``.
         is_new: Whether the plan is new, so that any error of a rule means that it does not apply.
         retain: Whether to keep the graph for another pass.
-        skip: Names of parameters that are measured in another way.
 
     Raises:
         Again: A folded block has no rule, or a rule of an older plan no longer applies.
     """
-    norms = _NormsOfUses(graph, plan.uses, skip)
+    norms = _NormsOfUses(graph, plan.uses, plan.by_sample)
     by_formula: list[tuple[Site, list[Use]]] = []
     unfolded: dict[str, str] = {}
     keep = retain or is_new or bool(plan.by_node)
@@ -137,7 +135,7 @@ def sq_norms(
         norms.add_waiting()
     zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}
-    return {name: norms.by_name.get(name, zero) for name in names if name not in skip}
+    return {name: norms.by_name.get(name, zero) for name in names if name not in plan.by_sample}
 
 
 def _block_of(node: Any) -> str:

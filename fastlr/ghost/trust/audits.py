@@ -106,10 +106,10 @@ class Audits:
         chosen += Random(self._drawn).sample(range(count), most)
         return list(dict.fromkeys(chosen))[:most]
 
-    def fail(self, failure: Outdated) -> None:
+    def fail(self, sample: int) -> None:
         """Count a failure; its sample is audited again next."""
         self.failed += 1
-        self._again = failure.sample
+        self._again = sample
 
     def measured(self, seconds: float) -> None:
         """Add to the time that raw calls took."""
@@ -166,23 +166,48 @@ class SampleAudit:
         self.batch = batch.part(range(sample, sample + 1))
         narrow = torch.float16 in (plan.dtype, z.dtype, autocast_dtype(z.device))
         self.own_v, self.of_unit = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)
+        self.unit_v = view.row(one.v, sample)
         self.own_row = view.row(z, sample).detach().clone()
         self.norms = table[:, sample] * self.of_unit
         by_sample = [name in plan.by_sample for name in view.parameters]
         self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
         self.tolerance = norm_tolerance(view.parameters.values(), plan.dtype, z.device)
 
-    def run(self, scale: Scale | None = None, unit_v: Tensor | None = None) -> Tensor:
+    def holds_at(self, scale: Scale | None, *, by_earlier_plan: bool) -> bool:
+        """Run the sample; return False if it has another output.
+
+        Args:
+            scale: How its gradients must scale with its cotangent; None: not tested.
+            by_earlier_plan: Whether the plan was made for an earlier batch.
+
+        Raises:
+            Outdated: Output or norms differ from those of a batch measured by an earlier plan.
+            Refuted: The norms differ.
+        """
+        may_differ, may_be_wrong = self.run(scale).tolist()
+        if may_differ and not self.has_its_output():
+            if by_earlier_plan:
+                text = f"sample {self.sample} alone gives another output than within its batch"
+                raise Outdated(self.sample, text)
+            return False
+        wrong = self.refuted() if may_be_wrong else {}
+        if wrong:
+            worst = max(wrong, key=lambda name: wrong[name])
+            text = f"the norm of {worst} for sample {self.sample} is off by {wrong[worst]:.1e}"
+            text += " of its total"
+            raise Outdated(self.sample, text) if by_earlier_plan else Refuted(text)
+        return True
+
+    def run(self, scale: Scale | None = None) -> Tensor:
         """Run the sample; return on the device whether its output and its norms [2] may differ.
 
         Args:
             scale: How its gradients must scale with its cotangent; None: not tested.
-            unit_v: Its cotangent of unit size, for `scale`.
         """
         samples = SingleSamples(self.view, self.batch, self.view.parameters)
         cotangents = [self.own_v]
-        if scale is not None and unit_v is not None:
-            cotangents += [self.own_v * 2.0**scale.exponent, unit_v]
+        if scale is not None:
+            cotangents += [self.own_v * 2.0**scale.exponent, self.unit_v]
         beside = samples.run(0, cotangents)
         self.row, self.exact = beside.row, torch.stack(beside.norms[0])
         if scale is not None:

@@ -21,10 +21,11 @@ from fastlr.errors import (
     NonlinearBackwardError,
     RandomForwardError,
 )
+from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import begin_pass
-from fastlr.ghost.trust.agreement import agree, rounding
+from fastlr.ghost.trust.agreement import agree, has_few_digits, rounding
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.modules import all_modules
 from fastlr.ops.objects import INTERNAL
@@ -149,3 +150,15 @@ def measured_on_copy(
         except Exception:  # whatever a copy raises
             continue
         yield measured, dtype
+
+
+def untested_by_audits(view: ModelView, plan: Plan) -> set[str]:
+    """Return the parameters that the audits of a model leave untested.
+
+    In few digits these are all that rules measure. Otherwise these are the ones without a gradient
+    in any audit, if some parameter is all zero.
+    """
+    by_rules = {name for name in plan.names if name not in plan.by_sample}
+    if has_few_digits(view.parameters.values(), view.device):
+        return by_rules
+    return by_rules - plan.deviations.keys() if all_zero(view.parameters.values()) else set()

@@ -78,14 +78,14 @@ class Independence:
             batch = self._separable(forward, largest)
         return batch.batched
 
-    def interaction(self, forward: ForwardPass, batch: Batch) -> InteractionError:
+    def interaction(self, forward: ForwardPass) -> InteractionError:
         """Return the error for samples that interact. All later batches are compared.
 
         Raises:
             InteractionError, RandomForwardError: A few samples show what is to blame.
         """
         self.suspicion = "samples that interacted in an earlier batch"
-        require_independence(forward.view, batch.part(spread(batch.count)))
+        require_independence(forward.view, forward.batch.part(spread(forward.count)))
         return InteractionError(
             f"samples give another output within the batch of {forward.count} than in parts of it, "
             "or among copies of themselves: samples interact (as where experts have a capacity for "
@@ -113,7 +113,7 @@ class Independence:
                 return trial
             differs = True
         if differs:
-            raise self.interaction(forward, batch)
+            raise self.interaction(forward)
         raise InputError(
             f"the model fails on parts of the {forward.count} samples ({failures[0]}); check "
             f"in_dim={forward.view.in_dim}, or pass inputs whose every batched tensor has the "

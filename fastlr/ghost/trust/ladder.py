@@ -1,0 +1,108 @@
+"""The ladder: ways to measure a model, from the fastest to the plainest.
+
+If plain autograd refutes the norms of a batch, or the model fails, the engine takes one step down
+and measures the batch again. It stays there. Errors that say that the model has no per-sample norms
+end the measurement.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from enum import IntEnum
+
+from torch.utils.checkpoint import CheckpointError
+
+from fastlr import ops
+from fastlr.errors import FastlrError, first_line, warn
+from fastlr.ghost.fusion.mode import Folding, unfolded
+from fastlr.ghost.graph.layouts import Unsupported
+from fastlr.ghost.graph.plan import Plan
+from fastlr.ghost.norms.sq_norms import Again
+from fastlr.ghost.trust.audits import Refuted
+from fastlr.ops.deferred_checks import out_of_memory
+
+
+class Rung(IntEnum):
+    """A rung of the ladder."""
+
+    KERNELS = 0
+    PLAIN_TORCH = 1
+    UNFOLDED = 2
+    BY_NODE = 3
+    BY_SAMPLE = 4
+
+
+WORDS = "by kernels", "in plain torch", "unfolded", "by formulas of nodes", "by sample"
+
+
+class Ladder:
+    """The rung on which an engine stands.
+
+    Args:
+        folding: Folding of the engine.
+
+    Attributes:
+        rung: Current rung.
+        reason: Why the engine has stepped down; "" if it has not.
+    """
+
+    def __init__(self, folding: Folding) -> None:
+        self.folding = folding
+        self.rung, self.reason = Rung.KERNELS, ""
+
+    def __str__(self) -> str:
+        """Return the rung in words, and the reason."""
+        return f"{WORDS[self.rung]}: {self.reason}"
+
+    def context(self) -> ExitStack:
+        """Return the context in which the model runs on this rung."""
+        context = ExitStack()
+        if self.rung >= Rung.PLAIN_TORCH:
+            context.enter_context(ops.using("torch"))
+        if self.rung >= Rung.UNFOLDED:
+            context.enter_context(unfolded())
+        return context
+
+    def restrict(self, plan: Plan) -> None:
+        """Have a plan use no rules on the lower rungs, nor formulas of nodes on the lowest."""
+        if self.rung >= Rung.BY_SAMPLE:
+            plan.measure_by_sample(plan.names, self.reason)
+        elif self.rung >= Rung.BY_NODE:
+            plan.by_node |= dict.fromkeys((use.key for use in plan.uses.every), self.reason)
+
+    def step_down(self, rung: int, reason: str) -> bool:
+        """Use a lower rung from now on; return False if it is not lower, or there is none."""
+        if not self.rung < rung <= Rung.BY_SAMPLE:
+            return False
+        self.rung, self.reason = Rung(rung), reason
+        return True
+
+    def step_down_after(self, error: Exception, *, uses_kernels: bool) -> bool:
+        """Step down after an error; return False if the measurement would fail again."""
+        if isinstance(error, Again):
+            self.folding.blocks.refused |= error.unfolded
+            return True
+        reason = first_line(error)[:200]
+        if isinstance(error, Refuted):
+            lower = self.step_down(self._next_rung(uses_kernels), reason)
+            if lower:
+                warn(f"plain autograd refutes the norms: from now on they are measured {self}")
+            return lower
+        if isinstance(error, CheckpointError):
+            return self.step_down(Rung.BY_SAMPLE, f"activation checkpointing: {reason}")
+        if isinstance(error, Unsupported):
+            return self.step_down(Rung.BY_SAMPLE, reason)
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            return False
+        may_be_foldings_fault = self.folding.blocks.may_have_changed_the_pass
+        named = f"{type(error).__name__}: {reason}"
+        return may_be_foldings_fault and self.step_down(Rung.UNFOLDED, named)
+
+    def _next_rung(self, uses_kernels: bool) -> int:
+        """Return the next rung on which something changes."""
+        rung = self.rung + 1
+        if rung == Rung.PLAIN_TORCH and not uses_kernels:
+            rung += 1
+        if rung == Rung.UNFOLDED and not self.folding.blocks.has_folded:
+            rung += 1
+        return rung
