@@ -53,13 +53,11 @@ class _Run(NamedTuple):
         values: that are kept, of all ranks.
         sums: of each parameter over this rank's inputs; None if it has none.
         routes: of each parameter on this rank.
-        rungs: Rungs on which this rank's chunks were measured.
     """
 
     values: Tensor
     sums: Tensor | None
     routes: dict[str, str]
-    rungs: set[int]
 
     def sums_by(self, names: Iterable[str]) -> dict[str, float]:
         """Return the sums of parameters by these names."""
@@ -195,7 +193,7 @@ class LocalRedundancy:
         for _ in range(ROUNDS):
             failed = self.engine.audits.failed
             run = self._run(members)
-            holds = holds_on_all(members, self.engine, self.chunks, failed, run.rungs)
+            holds = holds_on_all(members, self.engine, self.chunks, failed)
             # The device is waited for once all is launched.
             sums = None if run.sums is None else run.sums.cpu()
             run = run._replace(values=run.values.detach().cpu().double(), sums=sums)
@@ -216,7 +214,6 @@ class LocalRedundancy:
         kept: list[Tensor] = []
         sums: Tensor | None = None
         routes: dict[str, str] = {}
-        rungs: set[int] = set()
         done, reached = 0, False
         with reporter(progress, total) as report:
             chunks.replays.begin()
@@ -242,7 +239,6 @@ class LocalRedundancy:
                     part = norms.table[:, : max(0, keep - before)].double().sum(1)
                     sums = part if sums is None else part + sums
                     routes |= norms.routes
-                    rungs.add(self.engine.ladder.rung)
                 kept.append(all_values[:keep])
                 done = stop
                 if report is not None:
@@ -253,7 +249,7 @@ class LocalRedundancy:
                         moments.mean,
                         moments.stderr,
                     )
-        return _Run(torch.cat(kept), sums, routes, rungs)
+        return _Run(torch.cat(kept), sums, routes)
 
     def _digest(self, used: int, identity: str) -> str:
         """Return a hash of the first two inputs and the last, made on the CPU in float32.

@@ -5,7 +5,7 @@ They measure the same, change together what runs, and merge what they have measu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -66,9 +66,7 @@ def buffers_of_rank_0(members: Team, model: nn.Module) -> Iterator[None]:
             b.data.copy_(values)
 
 
-def holds_on_all(
-    members: Team, engine: Engine, chunks: Chunks, failed: int, rungs: Collection[int]
-) -> bool:
+def holds_on_all(members: Team, engine: Engine, chunks: Chunks, failed: int) -> bool:
     """Return True if the measurement holds for all ranks.
 
     Otherwise all ranks change together what runs, to measure again.
@@ -78,12 +76,11 @@ def holds_on_all(
         engine: Engine of this rank.
         chunks: Chunks of this rank.
         failed: Number of audits that had failed before.
-        rungs: Rungs on which this rank has measured its chunks.
     """
-    states = members.share([chunks.replays.hold(), engine.audits.failed > failed, sorted(rungs)])
-    hold, outdated, of_ranks = zip(*states, strict=True)
-    all_rungs = {rung for of_rank in of_ranks for rung in of_rank}
-    if all(hold) and not any(outdated) and len(all_rungs) <= 1:
+    rung = engine.ladder.rung
+    states = members.share([chunks.replays.hold(), engine.audits.failed > failed, int(rung)])
+    hold, outdated, rungs = zip(*states, strict=True)
+    if all(hold) and not any(outdated) and len(set(rungs)) == 1:
         return True
     if any(outdated):  # by one rank's sample, but the model has changed on all
         chunks.note(
@@ -91,8 +88,7 @@ def holds_on_all(
         )
         engine.audits.failed = max(1, engine.audits.failed)
         engine.forget_plans()
-    if all_rungs:
-        engine.ladder.step_down(max(all_rungs), "another part of the measurement has done so")
+    engine.ladder.step_down(max(rungs), "so on another rank")
     return False
 
 

@@ -96,11 +96,11 @@ class Engine:
     Attributes:
         view: Model.
         folding: Blocks of the model that run as one node.
-        ladder: Rung on which the model is measured.
+        ladder: Rung on which the model is measured with its flags of the last call.
         plans: Plans by their keys.
         plan: Plan of the last batch.
         audits: Counts of audits, and when the next is due.
-        independence: Comparisons of samples in other company.
+        independence: Comparisons of samples in other company, with these flags.
 
     Raises:
         ModelError: No trainable parameters, or ones that cannot be measured.
@@ -110,10 +110,11 @@ class Engine:
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
         self.is_copy = is_copy
         self.folding = Folding()
-        self.ladder = Ladder(self.folding)
         self.plans: Recent[Key, Plan] = Recent()
         self.plan: Plan | None = None
-        self.audits, self.independence = Audits(), Independence()
+        self.audits = Audits()
+        self.ladder, self.independence = Ladder(self.folding), Independence()
+        self._of_flags: Recent[tuple, tuple[Ladder, Independence]] = Recent()
         self._plan_of_structure: Recent[tuple, Plan] = Recent()
         self._caches = Caches()
         self._copies = 0
@@ -149,7 +150,11 @@ class Engine:
 
     def _run_until_it_holds(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Measure a batch, again where a plan is outdated or a rung does not hold."""
-        rung, reason = self.ladder.rung, self.ladder.reason
+        flags = self._flags()
+        fresh = Ladder(self.folding), Independence()
+        self.ladder, self.independence = self._of_flags.get(flags) or self._of_flags.put(
+            flags, fresh
+        )
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
@@ -158,17 +163,17 @@ class Engine:
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
             refusals(self.view, x),
             self.without_caches(x),
+            self.ladder.kept_if_it_fails(),
         ):
             while True:
                 try:
                     with self.ladder.context():
-                        return self._measure(x, cotangent, check)
+                        return self._measure(x, (*flags, self.ladder.rung), cotangent, check)
                 except Outdated as error:
                     self._forget_plans_after(error)
                 except Exception as error:
                     uses_kernels = ops.backend_for(*self.parameters.values()) == "triton"
                     if not self.ladder.step_down_after(error, uses_kernels=uses_kernels):
-                        self.ladder.rung, self.ladder.reason = rung, reason
                         raise
                 # Here no traceback holds the memory of the failed pass.
 
@@ -185,16 +190,16 @@ class Engine:
         """Return what decides how the model runs, besides its inputs."""
         modes = tuple([m.training for m in all_modules(self.model)])
         dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
-        return modes, dtypes, autocast_dtype(self.view.device), self.ladder.rung
+        return modes, dtypes, autocast_dtype(self.view.device)
 
-    def _measure(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
+    def _measure(self, x: Any, flags: tuple, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Return the norms of a batch: run it, find its plan, measure, audit."""
         begun = time.perf_counter()
         self.plan = None
         forward = ForwardPass.of(self.view, self.folding, x)
         self._warn_of_others(forward.graph)
         inputs = inputs_key(x, forward.count, self.view.in_dim)
-        key = Key.of(self._flags(), forward.graph, forward.count, inputs)
+        key = Key.of(flags, forward.graph, forward.count, inputs)
         known = self.plans.get(key)
         several = passes(cotangent, forward.z.detach(), self.view.out_dim)
         first = next(several)
@@ -206,7 +211,6 @@ class Engine:
         self._refuse_gradients_not_finite(table)
         self._audit(forward, plan, known, first, norms, check)
         self.plan = self.plans.put(key, plan)
-        self._plan_of_structure.put(key[:2], plan)
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, {n: plan.route(n) for n in self.parameters})
@@ -223,6 +227,7 @@ class Engine:
                 return known
         earlier = known or self._plan_of_structure.get(key[:2])
         plan = new_plan(forward, key, earlier, self.independence)
+        self._plan_of_structure.put(key[:2], plan)
         self.ladder.restrict(plan)
         if passes_write():
             self._run_again(forward, key)  # its backward pass may read what other passes wrote
@@ -343,15 +348,15 @@ class Engine:
         untested = untested_by_audits(self.view, plan)
         if untested <= plan.tested_on_copy or self._copies >= MOST_COPIES:
             return
-        self._copies += 1
-        plan.tested_on_copy |= untested
         copy, _ = self.measure_on_copy(forward.batch, plan)
+        self._copies += 1
         if copy is None:
             plan.notes.append(
                 "no deep copy of it runs like the model: it was checked as it is alone"
             )
         elif copy.ladder.rung > max(self.ladder.rung, Rung.PLAIN_TORCH):
             raise Refuted(copy.ladder.reason)
+        plan.tested_on_copy |= untested
 
     def measure_on_copy(
         self, batch: Batch, plan: Plan

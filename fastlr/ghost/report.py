@@ -82,7 +82,7 @@ class SupportReport:
         exact, dtype = engine.measure_on_copy(view.batch(x, plan.count, plan.carriers), plan)
         deviations = plan.deviations
         if exact is not None and exact.plan is not None:
-            deviations = plan.deviations | exact.plan.deviations
+            deviations = dict.fromkeys(plan.deviations, 0.0) | exact.plan.deviations
         lost_at = plan.rows_lost_at or engine.independence.suspicion
         notes = list(plan.notes)
         if lost_at:

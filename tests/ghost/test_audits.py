@@ -172,7 +172,7 @@ def test_what_one_rank_finds_changes_what_all_run():
 
         def share(self, message):
             holds, outdated, _ = message
-            return [message, [holds, outdated, [int(Rung.BY_SAMPLE)]]]
+            return [message, [holds, outdated, int(Rung.BY_SAMPLE)]]
 
     model, x = written_net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(
@@ -180,12 +180,12 @@ def test_what_one_rank_finds_changes_what_all_run():
     )
     before = estimator.measure()
     engine = estimator.engine
-    assert not holds_on_all(Two(), engine, estimator.chunks, 0, {engine.ladder.rung})
+    assert not holds_on_all(Two(), engine, estimator.chunks, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fastlr.FastlrWarning)
         after = estimator.measure()
     assert set(after.routes.values()) == {"loop"}
-    assert holds_on_all(Two(), engine, estimator.chunks, 0, {engine.ladder.rung})
+    assert holds_on_all(Two(), engine, estimator.chunks, 0)
     assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 

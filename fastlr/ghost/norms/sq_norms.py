@@ -131,7 +131,12 @@ def sq_norms(
         raise Again(unfolded)
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
-            norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
+            try:
+                norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
+            except Unsupported as error:  # not even the node's own formula applies
+                for use in uses:
+                    plan.measure_by_sample(graph.names_below(use.child), str(error))
+                raise Again from error
         norms.add_waiting()
     zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}

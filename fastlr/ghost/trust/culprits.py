@@ -19,18 +19,28 @@ from fastlr.ghost.trust.agreement import agree
 from fastlr.ghost.trust.company import InBatch
 
 
-def require_independence(view: ModelView, samples: Batch) -> None:
-    """Require that a few samples give the same again, and each the same among copies of itself.
+def require_not_random(view: ModelView, samples: Batch) -> None:
+    """Require that a few samples give the same again.
 
     Raises:
         RandomForwardError: Two forward passes differ.
-        InteractionError: A sample gives something else; the error names the first such module.
     """
     with torch.no_grad(), Unfused():
         every = list(range(samples.count))
         together = InBatch(view, samples, view.outputs(samples.pick(every)))
         if not together.holds(every, together.run(every)):
             raise RandomForwardError(_random_message(view.module))
+
+
+def require_independence(view: ModelView, samples: Batch) -> None:
+    """Require that each of a few samples gives the same among copies of itself.
+
+    Raises:
+        InteractionError: A sample gives something else; the error names the first such module.
+    """
+    with torch.no_grad(), Unfused():
+        every = list(range(samples.count))
+        together = InBatch(view, samples, view.outputs(samples.pick(every)))
         if together.first_difference([sample] * len(every) for sample in every) is not None:
             raise InteractionError(_interaction_message(together))
 

@@ -26,7 +26,7 @@ from fastlr.ghost.model.writes import passes_write
 from fastlr.ghost.trust.agreement import agree, unexplained
 from fastlr.ghost.trust.audits import SAMPLES, Refuted
 from fastlr.ghost.trust.company import InBatch
-from fastlr.ghost.trust.culprits import require_independence
+from fastlr.ghost.trust.culprits import require_independence, require_not_random
 from fastlr.ops.deferred_checks import out_of_memory
 
 # Samples that run alone in a comparison, where audits run three others; and if they may interact.
@@ -84,8 +84,10 @@ class Independence:
         Raises:
             InteractionError, RandomForwardError: A few samples show what is to blame.
         """
+        samples = forward.batch.part(spread(forward.count))
+        require_not_random(forward.view, samples)
         self.suspicion = "samples that interacted in an earlier batch"
-        require_independence(forward.view, forward.batch.part(spread(forward.count)))
+        require_independence(forward.view, samples)
         return InteractionError(
             f"samples give another output within the batch of {forward.count} than in parts of it, "
             "or among copies of themselves: samples interact (as where experts have a capacity for "

@@ -7,7 +7,8 @@ end the measurement.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 
 from torch.utils.checkpoint import CheckpointError
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import CheckpointError
 from fastlr import ops
 from fastlr.errors import FastlrError, first_line, warn
 from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph.layouts import Unsupported
 from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.norms.sq_norms import Again
 from fastlr.ghost.trust.audits import Refuted
@@ -63,6 +63,16 @@ class Ladder:
             context.enter_context(unfolded())
         return context
 
+    @contextmanager
+    def kept_if_it_fails(self) -> Iterator[None]:
+        """Return to the present rung if this context ends with an error."""
+        before = self.rung, self.reason
+        try:
+            yield
+        except BaseException:
+            self.rung, self.reason = before
+            raise
+
     def restrict(self, plan: Plan) -> None:
         """Have a plan use no rules on the lower rungs, nor formulas of nodes on the lowest."""
         if self.rung >= Rung.BY_SAMPLE:
@@ -90,8 +100,6 @@ class Ladder:
             return lower
         if isinstance(error, CheckpointError):
             return self.step_down(Rung.BY_SAMPLE, f"activation checkpointing: {reason}")
-        if isinstance(error, Unsupported):
-            return self.step_down(Rung.BY_SAMPLE, reason)
         if isinstance(error, FastlrError) or out_of_memory(error):
             return False
         may_be_foldings_fault = self.folding.blocks.may_have_changed_the_pass

@@ -21,7 +21,7 @@ from fastlr.ghost.graph.walk import PARAMETER, Graph, walk
 from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.norms.cotangents import generic_cotangent
 from fastlr.ghost.norms.sq_norms import Again
-from fastlr.ghost.trust.culprits import require_independence
+from fastlr.ghost.trust.culprits import require_not_random
 from fastlr.ghost.trust.hidden import unused_parameters
 from fastlr.ghost.trust.independence import Independence, spread
 from fastlr.ops.deferred_checks import out_of_memory
@@ -52,7 +52,7 @@ def new_plan(
     if forward.count > 1:
         forward.carriers = independence.require(forward, largest)
     elif earlier is None:
-        require_independence(forward.view, forward.batch)  # it draws nothing at random
+        require_not_random(forward.view, forward.batch)
     plan = replace(
         earlier or Plan(),  # all shapes of a structure share what rules cannot measure
         key=key,
