@@ -238,7 +238,8 @@ class LocalRedundancy:
                 if norms is not None:
                     part = norms.table[:, : max(0, keep - before)].double().sum(1)
                     sums = part if sums is None else part + sums
-                    routes |= norms.routes
+                    is_one_sample = norms.table.shape[1] == 1  # which goes by plain autograd
+                    routes = norms.routes | routes if is_one_sample else routes | norms.routes
                 kept.append(all_values[:keep])
                 done = stop
                 if report is not None:
