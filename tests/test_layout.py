@@ -76,6 +76,25 @@ def test_rooms_import_one_way():
     assert not upwards
 
 
+def test_folders_of_ghost_import_one_way():
+    """The order is that of docs/architecture.md; the top has nine names at most."""
+    order = ["model", "graph", "norms", "fusion", "trust", "engine", "report", "api", "__init__"]
+    assert {path.stem for path in (HOME / "ghost").iterdir()} - {"__pycache__"} == set(order)
+
+    def place(module):
+        return order.index((*module.split("."), "__init__")[2])
+
+    ghost = [name for name in modules() if room(name) == "ghost"]
+    upwards = [
+        f"{module} imports {target}"
+        for module in ghost
+        for target in imports()[module]
+        if room(target) == "ghost" and place(target) > place(module)
+    ]
+    assert len(ghost) > 40
+    assert not upwards
+
+
 def test_modules_import_in_no_circle():
     try:
         TopologicalSorter(imports()).prepare()

@@ -30,7 +30,7 @@ from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.model.batch import Batch, as_inputs
 from fastlr.ghost.model.writes import begin_pass
 from fastlr.ghost.norms.cotangents import passes as engine_passes
-from fastlr.ghost.norms.sq_norms import Again, sq_norms
+from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.audits import Draw, SampleAudit
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.deferred_checks import gathered, out_of_memory, refuse_beyond
@@ -130,7 +130,7 @@ def norms_of_planned_batch(
         (squared norms [parameters, B], float64; the output).
 
     Raises:
-        Again: The graph is not the planned one.
+        MeasureAgain: The graph is not the planned one.
     """
     view = engine.view
     with torch.inference_mode(False):
@@ -138,7 +138,7 @@ def norms_of_planned_batch(
         require_finite(z)
         graph = walk(z, view.parameters)
         if graph.signature() != plan.key.structure:
-            raise Again
+            raise MeasureAgain
         plan.classify(graph)
         (one,) = engine_passes(cotangent, z.detach(), view.out_dim)
         with cudnn_as_user_set(view.device):

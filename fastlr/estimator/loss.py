@@ -226,7 +226,7 @@ def _refuse_another_output(engine: Engine, x: Any, z: Tensor, carriers: list[int
         row = view.outputs(batch.pick(pair))
     except FAILURES:
         return refuse_mixed_gradients(engine, x)
-    if not InBatch(view, batch, z).holds(pair, row):
+    if not InBatch(view, batch, z).matches(pair, row):
         refuse_mixed_gradients(engine, x)  # names what is to blame, if its own sample shows it
         raise InteractionError(f"sample {pair[0]} gives another output alone than in its batch")
 

@@ -45,7 +45,7 @@ from fastlr.ghost.trust.hooks import (
     require_hooks_to_scale,
     require_same_among_copies,
 )
-from fastlr.ghost.trust.independence import Independence, spread
+from fastlr.ghost.trust.independence import Independence, evenly_spaced
 from fastlr.ghost.trust.ladder import Ladder, Rung
 from fastlr.ghost.trust.planning import new_plan
 from fastlr.ghost.trust.truth import norms_by_loop, norms_of_one
@@ -326,10 +326,13 @@ class Engine:
                 again = lambda: forward.batch, forward.run_again
                 audit = SampleAudit(self.view, plan, *measured, *again)
                 tests_hooks = hooks or (is_new and sample == samples[0])
-                if not audit.holds_at(
-                    scale if tests_hooks else None, by_earlier_plan=plan is known
-                ):
+                problem = audit.problem(scale if tests_hooks else None)
+                if problem and plan is known:
+                    raise Outdated(sample, problem)
+                if audit.has_other_output:
                     raise self.independence.interaction(forward)
+                if problem:
+                    raise Refuted(problem)
                 self.audits.passed += 1
                 if is_new:
                     plan.enter(audit.deviations())
@@ -372,7 +375,7 @@ class Engine:
             engine.run(x, generic_cotangent)
             return engine
 
-        samples = batch.part(spread(batch.count))
+        samples = batch.part(evenly_spaced(batch.count))
         for engine, dtype in measured_on_copy(self.view, samples, measure):
             if engine.plan is not None and set(engine.plan.names) >= set(plan.names):
                 return engine, dtype

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from expected import failing, needs_gpu, warned
 from pytest import approx, fixture, mark, raises
-from recorders import DEVICES, Again, Tape, Waits
+from recorders import DEVICES, MeasureAgain, Tape, Waits
 from single_samples import Written
 from torch import nn
 
@@ -69,7 +69,7 @@ def estimator(model, n=40, graphs=True, inputs=None, **how):
     if not graphs:
         made.chunks.replays.recorder = None
     elif made.view.device.type == "cpu":
-        made.chunks.replays.recorder = Again
+        made.chunks.replays.recorder = MeasureAgain
     return made
 
 
@@ -526,7 +526,7 @@ def test_a_loop_is_not_captured(device):
 
 
 def test_failed_capture_is_told_once_and_measured_without(device):
-    class Broken(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
+    class Broken(MeasureAgain if device == "cpu" else CudaRecorder):  # type: ignore[misc]
         def capture(self, function):
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -544,7 +544,7 @@ def test_a_replay_that_writes_nothing_is_seen(device):
     A graph captured on another device's stream does that.
     """
 
-    class Empty(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
+    class Empty(MeasureAgain if device == "cpu" else CudaRecorder):  # type: ignore[misc]
         def replay(self):
             pass
 
@@ -618,7 +618,7 @@ def test_graphs_go_with_the_estimator():
 def test_a_capture_without_memory_goes_on_with_smaller_chunks():
     """What runs as it is but not beside its own graph is halved, and captured at that size."""
 
-    class Small(Again):
+    class Small(MeasureAgain):
         def capture(self, function):
             result = function()
             if len(result[0][0]) > 4:
@@ -647,7 +647,7 @@ def test_released_graphs_are_captured_anew():
 def test_a_monitor_holds_no_graph_before_the_first_step():
     model = captured_net("cpu")
     monitor = Monitor(model, fastlr.ShapeImages((3, 16, 16)), n=40, every_n_steps=1, batch_size=8)
-    monitor.meter._estimator_of(model, None).chunks.replays.recorder = Again
+    monitor.meter._estimator_of(model, None).chunks.replays.recorder = MeasureAgain
     first = monitor.measure()
     replays = monitor.meter._estimator.chunks.replays
     assert not replays.held
@@ -657,7 +657,7 @@ def test_a_monitor_holds_no_graph_before_the_first_step():
 
 
 def test_what_released_graphs_served_is_audited():
-    class Third(Again):
+    class Third(MeasureAgain):
         def replay(self):
             super().replay()
             if self.replays == 3:

@@ -9,11 +9,11 @@ from fastlr.ghost.trust import planning
 def checks(monkeypatch):
     """Return a list that grows by an entry for every new structure that is checked."""
     made = []
-    check = planning.unused_parameters
+    check = planning.require_no_hidden_parameters
 
     def counted(*given):
         made.append(1)
         return check(*given)
 
-    monkeypatch.setattr(planning, "unused_parameters", counted)
+    monkeypatch.setattr(planning, "require_no_hidden_parameters", counted)
     return made

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import trust_state
 from expected import refused
 from pytest import fixture, importorskip, mark, raises
-from recorders import Again
+from recorders import MeasureAgain
 from single_samples import Written, truth
 from torch import nn
 from torch.func import grad, vmap
@@ -590,7 +590,7 @@ def test_an_engine_that_others_used_captures_its_own_chunk():
 
     def estimator(side, graphs):
         made = fastlr.LocalRedundancy(model, fastlr.ShapeImages((3, side, side)), 8, batch_size=8)
-        made.chunks.replays.recorder = Again if graphs else None
+        made.chunks.replays.recorder = MeasureAgain if graphs else None
         return made
 
     small = estimator(8, True)

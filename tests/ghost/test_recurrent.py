@@ -25,7 +25,6 @@ from fastlr.ghost.trust.ladder import Rung
 B, T, IN, H = 4, 6, 3, 5
 KINDS = {
     "lstm": (nn.LSTM, {}),
-    "projected": (nn.LSTM, {"proj_size": 2}),
     "gru": (nn.GRU, {}),
     "tanh": (nn.RNN, {}),
     "relu": (nn.RNN, {"nonlinearity": "relu"}),
@@ -44,15 +43,11 @@ class Layers(nn.Module):
         self.first = nn.Linear(IN, IN)
         self.rnn = cls(IN, H, **own, **options)
         depth = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
-        width = own.get("proj_size", H)
-        self.head = nn.Linear(width * (2 if self.rnn.bidirectional else 1), 2)
-        self.last = nn.Linear(width * depth, 2)
-        self.h0 = nn.Parameter(torch.randn(depth, 1, width)) if learnt else None
-        self.c0 = (
-            nn.Parameter(torch.randn(depth, 1, H))
-            if learnt and kind in ("lstm", "projected")
-            else None
-        )
+        self.head = nn.Linear(H * (2 if self.rnn.bidirectional else 1), 2)
+        self.last = nn.Linear(H * depth, 2)
+        self.h0 = nn.Parameter(torch.randn(depth, 1, H)) if learnt else None
+        has_cell = learnt and kind == "lstm"
+        self.c0 = nn.Parameter(torch.randn(depth, 1, H)) if has_cell else None
 
     def states(self, count):
         if self.h0 is None:
@@ -144,6 +139,13 @@ def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind):
     assert torch.equal(v, given)
     assert all(a is b or torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert "AsStridedBackward0" not in walk(z, dict(rnn.named_parameters())).names
+
+
+def test_projections_are_left_to_torchs_own_steps():
+    rnn = nn.LSTM(IN, H, proj_size=2, batch_first=True)
+    engine = holds(Written(lambda m, x: m.rnn(x)[0].flatten(1), rnn=rnn).double(), series())
+    assert not engine.folding.blocks.replaced
+    assert engine.folding.blocks.unfused.calls
 
 
 @mark.parametrize("kind", KINDS)
@@ -293,20 +295,16 @@ def test_low_precision():
 # -- the node and its rule
 # -----------------------------------------------------------------------------------------------
 
-FUNCTIONS = dict(
-    zip(KINDS, (torch.lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True)
-)
+FUNCTIONS = dict(zip(KINDS, (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True))
 
 
 def node_inputs(kind, biases=True, count=2, hidden=3):
     """Inputs of one node by role, three steps."""
     gates = {"gru": 3, "tanh": 1, "relu": 1}.get(kind, 4) * hidden
-    width = 2 if kind == "projected" else hidden
-    shapes = {"x": (3, count, 2), "h0": (count, width)}
+    shapes = {"x": (3, count, 2), "h0": (count, hidden)}
     shapes |= {"c0": (count, hidden)} if gates == 4 * hidden else {}
-    shapes |= {"w_ih": (gates, 2), "w_hh": (gates, width)}
+    shapes |= {"w_ih": (gates, 2), "w_hh": (gates, hidden)}
     shapes |= {"b_ih": (gates,), "b_hh": (gates,)} if biases else {}
-    shapes |= {"w_hr": (width, hidden)} if kind == "projected" else {}
     generator = seeded()
     draw = {
         role: torch.randn(shape, dtype=torch.float64, generator=generator)

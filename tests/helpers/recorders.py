@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
-class Again:
+class MeasureAgain:
     """A recorder that repeats a function into its first result's tensors, as a CUDA graph does.
 
     It stands in for one on the CPU.
@@ -24,7 +24,7 @@ class Again:
         self.replays = 0
 
     def capture(self, function):
-        Again.captures += 1
+        MeasureAgain.captures += 1
         self.function, self.result = function, function()
         return self.result
 

@@ -9,8 +9,8 @@ are found at once. Going back through time then gives the gradients g_t at the g
 and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the inputs or the states before,
 as for a linear layer on a sequence.
 
-Calls that `scanned` leaves alone (packed sequences, dropout in train mode) are run by torch step by
-step: see `Unfused`.
+Calls that `scanned` leaves alone (packed sequences, dropout in train mode, projections) are run by
+torch step by step: see `Unfused`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fastlr.ops.torch_private import enable_mkldnn, mkldnn_enabled
 
 NODE = "ScanBackward"
 STATES = ("h0", "c0")
-WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")  # as torch orders them
+WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh")  # as torch orders them
 # Elements of a sample's gradients by inputs, states and one up to which a single product is faster
 # on a CPU.
 FEW = 1 << 14
@@ -121,6 +121,8 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
         return None
     directions = 2 if both else 1
     per = len(weights) // (layers * directions)
+    if per != (4 if biases else 2):  # with a projection
+        return None
     x = x.transpose(0, 1).contiguous() if batch_first else x
     last: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
@@ -156,15 +158,13 @@ class Steps:
 
     ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the
     state, or of an LSTM's cell, by the gates. ``keep``: the part of the state (cell) that is
-    carried over. ``cell``: derivative of an LSTM's output by its cell. ``hidden``: its outputs
-    before the projection.
+    carried over. ``cell``: derivative of an LSTM's output by its cell.
     """
 
     before: Tensor
     local: Tensor
     keep: Tensor | None = None
     cell: Tensor | None = None
-    hidden: Tensor | None = None
 
     @staticmethod
     def of(kind: str, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
@@ -184,18 +184,17 @@ class Steps:
 def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     """Gates in torch's order: input, forget, cell, output.
 
-    Without a projection tanh enters only what needs no digits beyond the rounding of 1 (not so the
-    derivative by the output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has,
-    in a fifth of tanh's time on a CPU.
+    Tanh enters only what needs no digits beyond the rounding of 1 (not so the derivative by the
+    output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has, in a fifth of
+    tanh's time on a CPU.
     """
-    projected = "w_hr" in t
     gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
     gates.view(-1, gates.shape[2]).addmm_(before.flatten(0, 1), t["w_hh"].mT)
     gates = gates.unflatten(2, (4, -1))
     i, f, g, o = gates.unbind(2)
-    exact = torch.tanh(g) if projected else g.mul_(2)
+    g.mul_(2)
     gates.sigmoid_()
-    g = exact if projected else torch.rsub(g, -1, alpha=-2)
+    g = torch.rsub(g, -1, alpha=-2)
     cells = torch.cat([t["c0"][None], i * g])
     local = torch.addcmul(gates, gates, gates, value=-1)
     local[:, :, 0].mul_(g)
@@ -203,15 +202,10 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     steps = cells.unbind()
     for kept, old, cell in zip(f.unbind(), steps[:-1], steps[1:], strict=True):
         cell.addcmul_(kept, old)
-    bent = (
-        torch.tanh(cells[1:]) if projected else torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
-    )
-    hidden = o * bent if projected else out
+    bent = torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
     local[:, :, 1].mul_(cells[:-1])
-    torch.addcmul(hidden, hidden, o, value=-1, out=local[:, :, 3])
-    return Steps(
-        before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None
-    )
+    torch.addcmul(out, out, o, value=-1, out=local[:, :, 3])
+    return Steps(before, local, f, torch.addcmul(o, out, bent, value=-1))
 
 
 def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
@@ -276,9 +270,7 @@ class Scan(torch.autograd.Function):
             states.
         """
         s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
-        weight, projection = (
-            raised(held[role]) if role in held else None for role in ("w_hh", "w_hr")
-        )
+        weight = raised(held["w_hh"])
         gates = torch.empty_like(s.local)
         gated = s.keep is not None and s.cell is None  # a GRU
         carry = None
@@ -295,8 +287,6 @@ class Scan(torch.autograd.Function):
         columns = (t.unbind() for t in (s.local.flatten(2), s.keep, s.cell) if t is not None)
         steps = [*zip(at_states[:-1], at_states[1:], all_gates, to_states, *columns, strict=True)]
         for prior, at_hidden, at_gates, to_state, local, *factors in reversed(steps):
-            if projection is not None:
-                at_hidden = at_hidden @ projection
             if carry is not None:
                 carry.addcmul_(at_hidden, factors[1])
                 torch.cat([carry, carry, carry, at_hidden], 1, out=at_gates).mul_(local)
@@ -315,7 +305,6 @@ class Scan(torch.autograd.Function):
             "b_ih": (None, by_x),
             "b_hh": (None, by_h),
         }
-        sides |= {"w_hr": (s.hidden, states[1:])}
         return sides, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
 
     @staticmethod

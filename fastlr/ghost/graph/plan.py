@@ -51,16 +51,14 @@ class Plan:
         names: Names of the parameters in the graph.
         others: Shapes of leaves that require grad and are no parameters, as text.
         dtype: Least precise dtype in the graph.
-        elements: Number of elements in the graph.
-        largest: Largest number of elements of a batch of this structure that was compared with
-            parts of itself.
+        largest: Number of elements in the graph of the largest batch of this structure that was
+            compared with parts of itself.
         sides: Side of each node (see `Graph`).
         keys: Key of each node (see `Graph`).
         uses: Uses of parameters.
         layouts: Layouts of the outputs of nodes with uses.
         by_node: Reasons why rules do not measure uses, by the uses' keys.
         by_sample: Reasons why only the loop over samples measures parameters, by name.
-        unused: Parameters that are not in the graph and do not move the output.
         rows_lost_at: Kind of the first node below which only marks find the samples; "" for none.
         uncovered: Kinds of nodes that are not listed in `fastlr.ghost.graph.rows`.
         deviations: Largest error of each parameter's squared norm in the audits of new plans, in
@@ -74,7 +72,6 @@ class Plan:
     names: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
-    elements: int = 0
     largest: int = 0
     sides: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
@@ -82,7 +79,6 @@ class Plan:
     layouts: dict[Place, Layout] = field(default_factory=dict)
     by_node: dict[tuple, str] = field(default_factory=dict)
     by_sample: dict[str, str] = field(default_factory=dict)
-    unused: frozenset[str] = frozenset()
     rows_lost_at: str = ""
     uncovered: frozenset[str] = frozenset()
     deviations: dict[str, float] = field(default_factory=dict)

@@ -10,8 +10,8 @@ axes that it works along, never on sizes that happen to equal the number of samp
 not listed here, and listed ones that sum, contract or permute along the samples' axis, are not
 trusted: below them the rows are found anew in every batch (fastlr.ghost.graph.marks).
 
-A kind that has a rule says in the rule how it keeps rows (`rows=` of fastlr.ghost.norms.rules.rule, which
-calls `keep`); the kinds below are those without one.
+A kind that has a rule says there how it keeps rows (`rows=` of fastlr.ghost.norms.rules.rule, which
+calls `keep`). The kinds below are those without a rule.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The norms of gradients at the uses of parameters."""

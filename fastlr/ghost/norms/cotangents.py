@@ -5,14 +5,12 @@ They are checked, and each sample is scaled to unit size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ops.deferred_checks import refuse_beyond
 
@@ -119,16 +117,9 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     small = v.is_floating_point() and v.dtype != torch.float64
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
-    if others and ops.backend_for(v) == "triton":  # one launch
-        largest = torch.linalg.vector_norm(v, math.inf, others, True)
-    else:
-        # On a CPU up to 25 times as fast as that norm, and as those of axes outside of the samples
-        # with those inside.
-        high = low = v
-        outside = [axis for axis in others if v.stride(axis) > v.stride(out_dim)]
-        for axes in filter(None, (outside, [axis for axis in others if axis not in outside])):
-            high, low = high.amax(axes, True), low.amin(axes, True)
-        largest = torch.maximum(high, -low)
+    largest = v.abs()  # with amax up to 25 times as fast on a CPU as a norm
+    if others:
+        largest = largest.amax(others, keepdim=True)
     refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
     exponent = torch.frexp(largest).exponent
     if small:

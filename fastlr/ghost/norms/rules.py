@@ -13,8 +13,8 @@ and that of several the sum of <a_t, a_s> <g_t, g_s>
 (Li et al. 2022, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683). Convolutions: Rochette et al.
 2019, arXiv:1912.06015.
 
-A rule raises `Unsupported` where the sample axis is not where it can use it; then the node's own
-backward formula is run sample by sample (fastlr.ghost.norms.by_node), exact and slower. Every rule is
+A rule raises `Unsupported` if the sample axis is not where it can use it. Then the node's own
+backward formula runs sample by sample (fastlr.ghost.norms.by_node), exact and slower. Every rule is
 compared with plain autograd on random samples of every measurement.
 """
 

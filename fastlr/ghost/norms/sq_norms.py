@@ -51,7 +51,7 @@ HELD = 1 << 20  # elements of factors that wait for others like them
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 
 
-class Again(Exception):
+class MeasureAgain(Exception):
     """A batch has to be measured again, as a rule turned out not to apply.
 
     Attributes:
@@ -86,7 +86,7 @@ def sq_norms(
         retain: Whether to keep the graph for another pass.
 
     Raises:
-        Again: A folded block has no rule, or a rule of an older plan no longer applies.
+        MeasureAgain: A folded block has no rule, or a rule of an older plan no longer applies.
     """
     norms = _NormsOfUses(graph, plan.uses, plan.by_sample)
     by_formula: list[tuple[Site, list[Use]]] = []
@@ -122,13 +122,13 @@ def sq_norms(
         if _block_of(site.node):
             return
         if not keep:
-            raise Again
+            raise MeasureAgain
         # Within a backward pass, autograd's engine would skip the weight gradients of the node.
         by_formula.append((site, uses))
 
     backward(graph, plan.uses, z, v, visit, retain=keep)
     if unfolded:
-        raise Again(unfolded)
+        raise MeasureAgain(unfolded)
     with torch.no_grad(), full_precision(z.device):
         for site, uses in by_formula:
             try:
@@ -136,7 +136,7 @@ def sq_norms(
             except Unsupported as error:  # not even the node's own formula applies
                 for use in uses:
                     plan.measure_by_sample(graph.names_below(use.child), str(error))
-                raise Again from error
+                raise MeasureAgain from error
         norms.add_waiting()
     zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
     names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}
@@ -189,7 +189,7 @@ class _NormsOfUses:
             if isinstance(factor, Norms):  # they cannot be added to others
                 if factor.whole is None:
                     block = _block_of(self.graph.nodes[use.node])
-                    raise Again({block: "a parameter is used more than once"})
+                    raise MeasureAgain({block: "a parameter is used more than once"})
                 factor = factor.whole()
             self._waiting.setdefault(use.source, []).append(factor)
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Why a norm can be believed: comparisons with plain autograd."""

@@ -145,10 +145,12 @@ class SampleAudit:
     Attributes:
         row: Output of the sample beside its copy.
         exact: Squared norms [parameters] of its gradients there.
+        has_other_output: Whether `problem` has found another output.
     """
 
     row: Tensor
     exact: Tensor
+    has_other_output = False
 
     def __init__(
         self,
@@ -173,30 +175,22 @@ class SampleAudit:
         self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
         self.tolerance = norm_tolerance(view.parameters.values(), plan.dtype, z.device)
 
-    def holds_at(self, scale: Scale | None, *, by_earlier_plan: bool) -> bool:
-        """Run the sample; return False if it has another output.
+    def problem(self, scale: Scale | None) -> str:
+        """Run the sample, and return what is wrong with its output or norms; "" for nothing.
 
         Args:
             scale: How its gradients must scale with its cotangent; None: not tested.
-            by_earlier_plan: Whether the plan was made for an earlier batch.
-
-        Raises:
-            Outdated: Output or norms differ from those of a batch measured by an earlier plan.
-            Refuted: The norms differ.
         """
         may_differ, may_be_wrong = self.run(scale).tolist()
         if may_differ and not self.has_its_output():
-            if by_earlier_plan:
-                text = f"sample {self.sample} alone gives another output than within its batch"
-                raise Outdated(self.sample, text)
-            return False
-        wrong = self.refuted() if may_be_wrong else {}
-        if wrong:
-            worst = max(wrong, key=lambda name: wrong[name])
-            text = f"the norm of {worst} for sample {self.sample} is off by {wrong[worst]:.1e}"
-            text += " of its total"
-            raise Outdated(self.sample, text) if by_earlier_plan else Refuted(text)
-        return True
+            self.has_other_output = True
+            return f"sample {self.sample} alone gives another output than within its batch"
+        errors = self.errors() if may_be_wrong else {}
+        if not errors:
+            return ""
+        worst = max(errors, key=lambda name: errors[name])
+        where = f"the norm of {worst} for sample {self.sample}"
+        return f"{where} is off by {errors[worst]:.1e} of its total"
 
     def run(self, scale: Scale | None = None) -> Tensor:
         """Run the sample; return on the device whether its output and its norms [2] may differ.
@@ -221,7 +215,7 @@ class SampleAudit:
 
     def holds(self, may_differ: bool, may_be_wrong: bool) -> bool:
         """Return True if output and norms are right, given the flags of `run`."""
-        return (not may_differ or self.has_its_output()) and not (may_be_wrong and self.refuted())
+        return (not may_differ or self.has_its_output()) and not (may_be_wrong and self.errors())
 
     def has_its_output(self) -> bool:
         """Return True if the sample has the same output in the batch and beside its copy.
@@ -231,10 +225,10 @@ class SampleAudit:
         batch, shape = self.whole(), list(self.own_row.shape)
         shape[self.view.out_dim] = batch.count
         own = InBatch(self.view, batch, self.own_row.expand(shape))
-        return own.holds([self.sample], self.row)
+        return own.matches([self.sample], self.row)
 
-    def refuted(self) -> dict[str, float]:
-        """Return the parameters with wrong squared norms, and each error as a part of the total."""
+    def errors(self) -> dict[str, float]:
+        """Return the errors of wrong squared norms, in parts of the total, by parameter."""
         names = list(self.view.parameters)
         wrong = self._wrong(self.norms, self.exact)
         if wrong.any() and self.own_v.dtype != torch.float64:

@@ -68,11 +68,11 @@ class InBatch:
         """Run samples in other companies until some give something else; None if none do."""
         for samples in companies:
             output = self.run(samples)
-            if not self.holds(samples, output):
+            if not self.matches(samples, output):
                 return OtherOutput(samples, output)
         return None
 
-    def holds(self, samples: Sequence[int], output: Tensor) -> bool:
+    def matches(self, samples: Sequence[int], output: Tensor) -> bool:
         """Return True if ``output`` is that of these samples in the batch, but for rounding."""
         out_dim = self.view.out_dim
         numbers = torch.tensor(samples, device=output.device)

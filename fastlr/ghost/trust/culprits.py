@@ -28,7 +28,7 @@ def require_not_random(view: ModelView, samples: Batch) -> None:
     with torch.no_grad(), Unfused():
         every = list(range(samples.count))
         together = InBatch(view, samples, view.outputs(samples.pick(every)))
-        if not together.holds(every, together.run(every)):
+        if not together.matches(every, together.run(every)):
             raise RandomForwardError(_random_message(view.module))
 
 

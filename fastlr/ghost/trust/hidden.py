@@ -1,7 +1,7 @@
 """Parameters that move the output although the graph does not show them.
 
-In: a model, a few samples and the graph of their output. Out: the parameters that are unused, or an
-error that names the hidden one.
+In: a model, a few samples and the graph of their output. Out: an error that names the hidden
+parameter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 _ROUNDING_IN_FEW_DIGITS = 1e-2
 
 
-def unused_parameters(view: ModelView, samples: Batch, graph: Graph) -> frozenset[str]:
-    """Return the parameters that are not in the graph, which must not move the output.
+def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) -> None:
+    """Require that parameters that are not in the graph do not move the output.
 
     They are moved in the model for a forward pass, and put back.
 
@@ -40,14 +40,14 @@ def unused_parameters(view: ModelView, samples: Batch, graph: Graph) -> frozense
     Raises:
         HiddenParameterError: Some move the output.
     """
-    absent = frozenset(view.parameters) - frozenset(graph.parameters.values())
+    in_graph = set(graph.parameters.values())
+    absent = [name for name in view.parameters if name not in in_graph]
     if not absent:
-        return absent
-    in_order = [name for name in view.parameters if name in absent]
+        return
     z = view.outputs(samples.pick(range(samples.count)))
-    if _move_output(view, samples, z, in_order):
-        moved = [name for name in in_order if _move_output(view, samples, z, [name])]
-        culprits = moved or in_order
+    if _move_output(view, samples, z, absent):
+        moved = [name for name in absent if _move_output(view, samples, z, [name])]
+        culprits = moved or absent
         module = _module_to_blame(view.module, culprits)
         kind = type(view.module.get_submodule(module)).__name__
         raise HiddenParameterError(
@@ -57,7 +57,6 @@ def unused_parameters(view: ModelView, samples: Batch, graph: Graph) -> frozense
             ".data in the forward pass; or freeze them with requires_grad_(False) if they "
             "should not count"
         )
-    return absent
 
 
 def _module_to_blame(model: nn.Module, culprits: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ FEW = 4  # samples that stand for a batch
 OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
 
 
-def spread(count: int) -> list[int]:
+def evenly_spaced(count: int) -> list[int]:
     """Return the numbers of a few samples, from the first to the last of a batch."""
     return sorted({k * (count - 1) // (FEW - 1) for k in range(FEW)})
 
@@ -72,10 +72,10 @@ class Independence:
         self.comparisons += 1
         if passes_write():
             _require_same_again(forward)
-        batch = self._separable(forward, largest)
+        batch = self._find_carriers(forward, largest)
         if not largest and not self.suspicion and _interacts_at_other_sizes(forward, batch):
             self.suspicion = "samples of other sizes would interact"
-            batch = self._separable(forward, largest)
+            batch = self._find_carriers(forward, largest)
         return batch.batched
 
     def interaction(self, forward: ForwardPass) -> InteractionError:
@@ -84,7 +84,7 @@ class Independence:
         Raises:
             InteractionError, RandomForwardError: A few samples show what is to blame.
         """
-        samples = forward.batch.part(spread(forward.count))
+        samples = forward.batch.part(evenly_spaced(forward.count))
         require_not_random(forward.view, samples)
         self.suspicion = "samples that interacted in an earlier batch"
         require_independence(forward.view, samples)
@@ -95,8 +95,8 @@ class Independence:
             "batched. Make the forward pass work on each sample alone"
         )
 
-    def _separable(self, forward: ForwardPass, largest: int) -> Batch:
-        """Return the batch, with the inputs that carry samples, whose parts give the same."""
+    def _find_carriers(self, forward: ForwardPass, largest: int) -> Batch:
+        """Return the batch, with the inputs that carry samples: its parts must give the same."""
         batch = forward.batch
         failures: list[str] = []
         differs = False
@@ -136,7 +136,7 @@ class Independence:
             return True
         if forward.has_folded:
             plain = replace(in_batch, output=in_batch.run(range(batch.count)))
-            if plain.holds(difference.samples, difference.output):
+            if plain.matches(difference.samples, difference.output):
                 raise Refuted("the folded model gives another output")
         return False
 
@@ -201,7 +201,7 @@ def _may_be_shared(forward: ForwardPass, batch: Batch, trial: Batch) -> bool:
         return True
     whole = forward.view.batch(forward.x, forward.count, shared)
     output = forward.view.outputs(whole.pick(list(reversed(range(forward.count)))))
-    if not InBatch(forward.view, trial, forward.z).holds(range(forward.count), output):
+    if not InBatch(forward.view, trial, forward.z).matches(range(forward.count), output):
         return True  # their order matters, so they are no samples
     if all(leaf.ndim == 1 for leaf in leaves):
         return False

@@ -17,7 +17,7 @@ from fastlr import ops
 from fastlr.errors import FastlrError, first_line, warn
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph.plan import Plan
-from fastlr.ghost.norms.sq_norms import Again
+from fastlr.ghost.norms.sq_norms import MeasureAgain
 from fastlr.ghost.trust.audits import Refuted
 from fastlr.ops.deferred_checks import out_of_memory
 
@@ -89,7 +89,7 @@ class Ladder:
 
     def step_down_after(self, error: Exception, *, uses_kernels: bool) -> bool:
         """Step down after an error; return False if the measurement would fail again."""
-        if isinstance(error, Again):
+        if isinstance(error, MeasureAgain):
             self.folding.blocks.refused |= error.unfolded
             return True
         reason = first_line(error)[:200]

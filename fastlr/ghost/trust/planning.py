@@ -2,7 +2,7 @@
 
 1. Do samples depend on each other? (`Independence`)
 2. Which nodes have samples? The graph of another number of samples has other shapes there.
-3. Do parameters outside the graph move the output? (`unused_parameters`)
+3. Do parameters outside the graph move the output? (`require_no_hidden_parameters`)
 4. Where are the samples? The graph says it, or marked backward passes find it.
 """
 
@@ -20,10 +20,10 @@ from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import PARAMETER, Graph, walk
 from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.norms.cotangents import generic_cotangent
-from fastlr.ghost.norms.sq_norms import Again
+from fastlr.ghost.norms.sq_norms import MeasureAgain
 from fastlr.ghost.trust.culprits import require_not_random
-from fastlr.ghost.trust.hidden import unused_parameters
-from fastlr.ghost.trust.independence import Independence, spread
+from fastlr.ghost.trust.hidden import require_no_hidden_parameters
+from fastlr.ghost.trust.independence import Independence, evenly_spaced
 from fastlr.ops.deferred_checks import out_of_memory
 
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
@@ -45,9 +45,9 @@ def new_plan(
     Raises:
         InteractionError, RandomForwardError, InputError: See `Independence.require`.
         HiddenParameterError: Parameters outside the graph move the output.
-        Again: Folded blocks have no rule for this batch.
+        MeasureAgain: Folded blocks have no rule for this batch.
     """
-    graph, elements = forward.graph, forward.elements
+    graph = forward.graph
     largest = earlier.largest if earlier else 0
     if forward.count > 1:
         forward.carriers = independence.require(forward, largest)
@@ -60,14 +60,13 @@ def new_plan(
         names=tuple(dict.fromkeys(graph.parameters.values())),
         others=tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others),
         dtype=graph.lowest_dtype(),
-        elements=elements,
-        largest=max(elements, largest),
+        largest=max(forward.elements, largest),
     )
     if forward.count > 1:
         _find_sides(forward, plan, earlier)
     if earlier is None:
-        some = forward.batch.part(spread(forward.count))
-        plan.unused = unused_parameters(forward.view, some, graph)
+        some = forward.batch.part(evenly_spaced(forward.count))
+        require_no_hidden_parameters(forward.view, some, graph)
     if forward.count > 1:
         _locate_samples(forward, plan)
     return plan
@@ -125,7 +124,7 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
     rows = trace(graph, forward.z, view.out_dim)
     several = blocks_of_several_images(graph, rows.layouts)
     if several:
-        raise Again(several)
+        raise MeasureAgain(several)
     plan.uncovered = uncovered(graph)
     places = [(node, output) for node in uses.at_node for output in range(graph.outputs(node))]
     layouts: dict = {place: rows.layouts.get(place) for place in places}
