@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,18 @@ from fastlr.errors import (
     few,
     warn,
 )
+from fastlr.ghost.fusion.conv_bn import folded_blocks_with
 from fastlr.ghost.fusion.forward import ForwardPass, run_measured
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph.plan import Key, Plan
-from fastlr.ghost.graph.walk import OWN, Graph, walk
+from fastlr.ghost.graph.walk import Graph, walk
 from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import Batch, inputs_key
 from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import passes_write, unchanged
 from fastlr.ghost.norms.cotangents import Cotangent, Pass, generic_cotangent, passes
-from fastlr.ghost.norms.sq_norms import sq_norms
+from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.agreement import norm_tolerance
 from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Draw, Outdated, Refuted, SampleAudit
 from fastlr.ghost.trust.caches import Caches
@@ -228,7 +229,8 @@ class Engine:
         earlier = known or self._plan_of_structure.get(key[:2])
         plan = new_plan(forward, key, earlier, self.independence)
         self._plan_of_structure.put(key[:2], plan)
-        self.ladder.restrict(plan)
+        if self.ladder.rung == Rung.BY_SAMPLE:
+            plan.measure_by_sample(plan.names, self.ladder.reason)
         if passes_write():
             self._run_again(forward, key)  # its backward pass may read what other passes wrote
         plan.classify(forward.graph)
@@ -317,42 +319,55 @@ class Engine:
             self.audits.passed += isinstance(check, Draw) and any(check)
             return
         is_new = known is None
-        hooks = self.folding.hooks_tensors or self.view.has_hooked_parameters
-        samples = self.audits.samples(plan.count, check, SAMPLES if is_new else int(hooks))
+        has_hooks = self.folding.hooks_tensors or self.view.has_hooked_parameters
+        samples = self.audits.samples(plan.count, check, SAMPLES if is_new else int(has_hooks))
+        tested_for_hooks = samples if has_hooks else samples[: int(is_new)]
         scale = Scale.of(forward.graph.float_dtypes())
         with nullcontext() if is_new or check is not None else self.audits.timed():
             for sample in samples:
                 measured = forward.batch, sample, forward.z, one, norms
                 again = lambda: forward.batch, forward.run_again
                 audit = SampleAudit(self.view, plan, *measured, *again)
-                tests_hooks = hooks or (is_new and sample == samples[0])
-                problem = audit.problem(scale if tests_hooks else None)
-                if problem and plan is known:
-                    raise Outdated(sample, problem)
-                if audit.has_other_output:
-                    raise self.independence.interaction(forward)
+                problem = audit.problem(scale if sample in tested_for_hooks else None)
                 if problem:
-                    raise Refuted(problem)
+                    self._raise_error_of(audit, problem, forward, plan, plan is known)
                 self.audits.passed += 1
                 if is_new:
                     plan.enter(audit.deviations())
-        if is_new and not self.is_copy:
+        if is_new:
             self._check_on_copy(forward, plan)
-        if hooks or (is_new and any(kind.startswith(OWN) for kind in forward.graph.names)):
+        if has_hooks or (is_new and forward.graph.has_own_functions):
             tolerance = norm_tolerance(self.parameters.values(), plan.dtype, self.view.device)
             require_same_among_copies(self.view, forward.batch, forward.z, tolerance)
+
+    def _raise_error_of(
+        self,
+        audit: SampleAudit,
+        problem: str,
+        forward: ForwardPass,
+        plan: Plan,
+        is_of_earlier_batch: bool,
+    ) -> NoReturn:
+        """Raise the error for an audit that has found a problem of a plan."""
+        if is_of_earlier_batch:
+            raise Outdated(audit.sample, problem)
+        if audit.has_other_output:
+            raise self.independence.interaction(forward)
+        blocks = folded_blocks_with(forward.graph, audit.wrong, plan.uses)
+        raise Refuted(problem, audit.wrong, plan, blocks)
 
     def _check_on_copy(self, forward: ForwardPass, plan: Plan) -> None:
         """Measure a few samples on a deep copy, if the model's own numbers hide errors of rules.
 
         Raises:
             Refuted: The copy was measured on a lower rung.
+            MeasureAgain: Rules do not measure some parameters of the copy.
         """
-        untested = untested_by_audits(self.view, plan)
+        untested = set() if self.is_copy else untested_by_audits(self.view, plan)
         if untested <= plan.tested_on_copy or self._copies >= MOST_COPIES:
             return
-        copy, _ = self.measure_on_copy(forward.batch, plan)
         self._copies += 1
+        copy, _ = self.measure_on_copy(forward.batch, plan)
         if copy is None:
             plan.notes.append(
                 "no deep copy of it runs like the model: it was checked as it is alone"
@@ -360,6 +375,8 @@ class Engine:
         elif copy.ladder.rung > max(self.ladder.rung, Rung.PLAIN_TORCH):
             raise Refuted(copy.ladder.reason)
         plan.tested_on_copy |= untested
+        if copy is not None and copy.plan is not None and plan.adopt(copy.plan):
+            raise MeasureAgain
 
     def measure_on_copy(
         self, batch: Batch, plan: Plan

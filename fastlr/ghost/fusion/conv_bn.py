@@ -9,7 +9,7 @@ decided in fastlr.ghost.fusion.mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ghost.graph.layouts import Regular
+from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
 from fastlr.ghost.norms.factors import Factor, Norms
 from fastlr.ghost.norms.rules import Ready, Site, Unsupported, rule, take_ready
@@ -411,6 +412,12 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
     node.ready = Ready(site.gradients, at_inputs)
     return {slot: Norms(norms[node.roles[slot]]) for slot in slots}
+
+
+def folded_blocks_with(graph: Graph, names: Collection[str], uses: Uses) -> set[str]:
+    """Return the folded blocks that use some of these parameters."""
+    nodes = {use.node for name in names for use in uses.of_name.get(name, ())}
+    return {graph.nodes[i].block for i in nodes if hasattr(graph.nodes[i], "block")}
 
 
 def blocks_of_several_images(graph: Graph, layouts: Mapping[Place, Regular]) -> dict[str, str]:

@@ -112,6 +112,28 @@ class Plan:
         for name in names:
             self.by_sample.setdefault(name, reason)
 
+    def step_down(self, names: Iterable[str], reason: str) -> bool:
+        """Measure parameters in a slower way: by the formulas of their nodes, then by sample.
+
+        Returns:
+            False if all of them are measured by sample already.
+        """
+        lower = [name for name in names if name not in self.by_sample]
+        for name in lower:
+            keys = [use.key for use in self.uses.of_name[name]]
+            if all(key in self.by_node for key in keys):
+                self.by_sample[name] = reason
+            else:
+                self.by_node |= dict.fromkeys(keys, reason)
+        return bool(lower)
+
+    def adopt(self, of_copy: Plan) -> bool:
+        """Use no rules where the plan of a copy uses none; return True if that is new."""
+        before = len(self.by_node) + len(self.by_sample)
+        self.by_node |= of_copy.by_node
+        self.by_sample |= of_copy.by_sample
+        return len(self.by_node) + len(self.by_sample) > before
+
     def enter(self, deviations: Mapping[str, float]) -> None:
         """Keep the largest deviation of each parameter."""
         for name, deviation in deviations.items():

@@ -419,7 +419,7 @@ _list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 # --------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class TracedRows(NamedTuple):
     """Rows of the samples in the gradients of a graph, for any data.
 
     Attributes:
@@ -431,7 +431,7 @@ class Rows(NamedTuple):
     lost_at: str = ""
 
 
-def trace(graph: Graph, z: Tensor, out_dim: int) -> Rows:
+def trace(graph: Graph, z: Tensor, out_dim: int) -> TracedRows:
     """Follow the samples from the output ``z`` through a classified graph."""
     last = len(graph.nodes) - 1, z.output_nr
     layouts: dict[Place, Regular | None] = {last: Regular(out_dim % z.ndim, 1, 1)}
@@ -451,7 +451,9 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> Rows:
                 if place in layouts and layouts[place] != below:
                     lost_at, below = lost_at or graph.names[child], None
                 layouts[place] = below
-    return Rows({place: layout for place, layout in layouts.items() if layout is not None}, lost_at)
+    return TracedRows(
+        {place: layout for place, layout in layouts.items() if layout is not None}, lost_at
+    )
 
 
 def _through(

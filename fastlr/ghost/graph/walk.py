@@ -130,6 +130,11 @@ class Graph:
         """True if some output of a node is a nested tensor."""
         return any(RAGGED in sizes for sizes in self.sizes)
 
+    @property
+    def has_own_functions(self) -> bool:
+        """True if some node is a user's own `torch.autograd.Function`."""
+        return any(name.startswith(OWN) for name in self.names)
+
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
         return {

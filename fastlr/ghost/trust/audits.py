@@ -7,7 +7,7 @@ In: a batch with its output and norms. Out: whether a sample has the same output
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import NamedTuple
@@ -52,10 +52,26 @@ Check = bool | Draw | None  # None: as often as costs at most `SHARE` of the tim
 
 
 class Refuted(ModelError):
-    """Plain autograd refutes what was measured, by a plan of the same batch."""
+    """Plain autograd refutes what was measured.
+
+    Attributes:
+        names: Names of the parameters with wrong norms; none if the output is wrong.
+        plan: Plan of the batch.
+        blocks: Folded blocks that have some of these parameters.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        names: Collection[str] = (),
+        plan: Plan | None = None,
+        blocks: Collection[str] = (),
+    ) -> None:
+        super().__init__(text)
+        self.names, self.plan, self.blocks = names, plan, blocks
 
 
-class Outdated(Refuted):
+class Outdated(Exception):
     """Plain autograd refutes what was measured by an earlier plan: the model has changed.
 
     Attributes:
@@ -146,11 +162,13 @@ class SampleAudit:
         row: Output of the sample beside its copy.
         exact: Squared norms [parameters] of its gradients there.
         has_other_output: Whether `problem` has found another output.
+        wrong: Names of the parameters of which `problem` has found wrong norms.
     """
 
     row: Tensor
     exact: Tensor
     has_other_output = False
+    wrong: Collection[str] = ()
 
     def __init__(
         self,
@@ -186,6 +204,7 @@ class SampleAudit:
             self.has_other_output = True
             return f"sample {self.sample} alone gives another output than within its batch"
         errors = self.errors() if may_be_wrong else {}
+        self.wrong = errors.keys()
         if not errors:
             return ""
         worst = max(errors, key=lambda name: errors[name])

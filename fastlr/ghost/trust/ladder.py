@@ -1,8 +1,10 @@
 """The ladder: ways to measure a model, from the fastest to the plainest.
 
 If plain autograd refutes the norms of a batch, or the model fails, the engine takes one step down
-and measures the batch again. It stays there. Errors that say that the model has no per-sample norms
-end the measurement.
+and measures the batch again. It stays there. First the whole model steps down (`Rung`). If that
+does not help, parameters with wrong norms are measured by the formulas of their nodes, then by
+sample (`Plan.step_down`). Errors that say that the model has no per-sample norms end the
+measurement.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from enum import IntEnum
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr import ops
-from fastlr.errors import FastlrError, first_line, warn
+from fastlr.errors import FastlrError, few, first_line, warn
 from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.norms.sq_norms import MeasureAgain
 from fastlr.ghost.trust.audits import Refuted
 from fastlr.ops.deferred_checks import out_of_memory
@@ -28,11 +29,10 @@ class Rung(IntEnum):
     KERNELS = 0
     PLAIN_TORCH = 1
     UNFOLDED = 2
-    BY_NODE = 3
-    BY_SAMPLE = 4
+    BY_SAMPLE = 3
 
 
-WORDS = "by kernels", "in plain torch", "unfolded", "by formulas of nodes", "by sample"
+WORDS = "by kernels", "in plain torch", "unfolded", "by sample"
 
 
 class Ladder:
@@ -73,13 +73,6 @@ class Ladder:
             self.rung, self.reason = before
             raise
 
-    def restrict(self, plan: Plan) -> None:
-        """Have a plan use no rules on the lower rungs, nor formulas of nodes on the lowest."""
-        if self.rung >= Rung.BY_SAMPLE:
-            plan.measure_by_sample(plan.names, self.reason)
-        elif self.rung >= Rung.BY_NODE:
-            plan.by_node |= dict.fromkeys((use.key for use in plan.uses.every), self.reason)
-
     def step_down(self, rung: int, reason: str) -> bool:
         """Use a lower rung from now on; return False if it is not lower, or there is none."""
         if not self.rung < rung <= Rung.BY_SAMPLE:
@@ -94,10 +87,7 @@ class Ladder:
             return True
         reason = first_line(error)[:200]
         if isinstance(error, Refuted):
-            lower = self.step_down(self._next_rung(uses_kernels), reason)
-            if lower:
-                warn(f"plain autograd refutes the norms: from now on they are measured {self}")
-            return lower
+            return self._step_down_once(error, reason, uses_kernels)
         if isinstance(error, CheckpointError):
             return self.step_down(Rung.BY_SAMPLE, f"activation checkpointing: {reason}")
         if isinstance(error, FastlrError) or out_of_memory(error):
@@ -106,11 +96,18 @@ class Ladder:
         named = f"{type(error).__name__}: {reason}"
         return may_be_foldings_fault and self.step_down(Rung.UNFOLDED, named)
 
-    def _next_rung(self, uses_kernels: bool) -> int:
-        """Return the next rung on which something changes."""
-        rung = self.rung + 1
-        if rung == Rung.PLAIN_TORCH and not uses_kernels:
-            rung += 1
-        if rung == Rung.UNFOLDED and not self.folding.blocks.has_folded:
-            rung += 1
-        return rung
+    def _step_down_once(self, error: Refuted, reason: str, uses_kernels: bool) -> bool:
+        """Change the next thing that may make wrong norms right, and say so in a warning."""
+        if error.blocks:
+            self.folding.blocks.refused |= dict.fromkeys(error.blocks, reason)
+            return True
+        is_lower = uses_kernels and self.step_down(Rung.PLAIN_TORCH, reason)
+        if not is_lower and self.folding.blocks.has_folded:
+            is_lower = self.step_down(Rung.UNFOLDED, reason)
+        if is_lower:
+            warn(f"plain autograd refutes the norms: from now on they are measured {self}")
+        elif error.plan is not None and error.plan.step_down(error.names, reason):
+            names = few(error.names)
+            warn(f"plain autograd refutes the norms of {names} ({reason}): a slower route serves")
+            is_lower = True
+        return is_lower

@@ -13,7 +13,7 @@ from single_samples import Written, truth
 from torch import Tensor, nn
 
 import fastlr
-from fastlr.ghost.graph import marks as batch_checks
+from fastlr.ghost.graph import marks
 from fastlr.ghost.graph.formulas import call_node, dense
 from fastlr.ghost.graph.layouts import candidates
 from fastlr.ghost.graph.marks import row_sums
@@ -368,7 +368,7 @@ def test_kinds_without_rows_are_reported_and_cost_passes(forward, kinds, passes)
         v = torch.randn(samples, 2)
         for _ in range(2):
             with mock.patch.object(
-                batch_checks, "_row_sums", wraps=batch_checks._row_sums
+                marks, "_row_sums", wraps=marks._row_sums
             ) as taken:
                 fastlr.per_sample_grad_sq_norms(model, torch.randn(samples, 4), v)
         assert taken.call_count == wanted
