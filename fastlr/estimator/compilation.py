@@ -38,7 +38,7 @@ def compile_kernels(passes: Passes, start: int, stop: int) -> None:
         start: Number of the chunk's first input.
         stop: Number after its last one.
     """
-    if passes.engine.plans or not ops.has_triton():
+    if passes.engine.audited_plans or not ops.has_triton():
         return
     own = Passes(passes.options, passes.view)
     own.engine = Engine(own.view)

@@ -27,8 +27,8 @@ from fastlr.ghost.model.arguments import arguments
 from fastlr.ghost.model.batch import copied
 from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import FAILURES, ModelView, OutputSelector, select_output
-from fastlr.ghost.model.writes import LARGE, forward_pass, passes_write
-from fastlr.ghost.trust.company import InBatch
+from fastlr.ghost.model.writes import LARGE, forward_pass, passes_have_written
+from fastlr.ghost.trust.company import BatchOutput
 from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -138,7 +138,7 @@ def redundancy_loss(
             refuse_mixed_gradients(engine, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
-            if passes_write():
+            if passes_have_written():
                 z = view.forward(copied(x))
             else:  # buffers may change before the loss is differentiated
                 own = _copies_of_small_buffers(view.module)
@@ -226,7 +226,7 @@ def _refuse_another_output(engine: Engine, x: Any, z: Tensor, carriers: list[int
         row = view.outputs(batch.pick(pair))
     except FAILURES:
         return refuse_mixed_gradients(engine, x)
-    if not InBatch(view, batch, z).matches(pair, row):
+    if not BatchOutput(view, batch, z).matches(pair, row):
         refuse_mixed_gradients(engine, x)  # names what is to blame, if its own sample shows it
         raise InteractionError(f"sample {pair[0]} gives another output alone than in its batch")
 

@@ -33,11 +33,11 @@ from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import Batch, inputs_key
 from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import ModelView
-from fastlr.ghost.model.writes import passes_write, unchanged
+from fastlr.ghost.model.writes import passes_have_written, unchanged
 from fastlr.ghost.norms.cotangents import Cotangent, Pass, generic_cotangent, passes
 from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.agreement import norm_tolerance
-from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Draw, Outdated, Refuted, SampleAudit
+from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Outdated, Refuted, SampleAudit
 from fastlr.ghost.trust.caches import Caches
 from fastlr.ghost.trust.copies import measured_on_copy, untested_by_audits
 from fastlr.ghost.trust.hooks import (
@@ -51,7 +51,7 @@ from fastlr.ghost.trust.ladder import Ladder, Rung
 from fastlr.ghost.trust.planning import new_plan
 from fastlr.ghost.trust.truth import norms_by_loop, norms_of_one
 from fastlr.ops.autocast import autocast_dtype
-from fastlr.ops.compiled_parts import again_once_compiled, uncompiled
+from fastlr.ops.compiled_parts import retry_after_first_compilation, uncompiled
 from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
 from fastlr.ops.modules import all_modules
 from fastlr.ops.process_state import quiet_rng
@@ -98,7 +98,7 @@ class Engine:
         view: Model.
         folding: Blocks of the model that run as one node.
         ladder: Rung on which the model is measured with its flags of the last call.
-        plans: Plans by their keys.
+        audited_plans: Plans that have passed audits, by their keys.
         plan: Plan of the last batch.
         audits: Counts of audits, and when the next is due.
         independence: Comparisons of samples in other company, with these flags.
@@ -111,14 +111,14 @@ class Engine:
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
         self.is_copy = is_copy
         self.folding = Folding()
-        self.plans: Recent[Key, Plan] = Recent()
+        self.audited_plans: Recent[Key, Plan] = Recent()
         self.plan: Plan | None = None
         self.audits = Audits()
         self.ladder, self.independence = Ladder(self.folding), Independence()
-        self._of_flags: Recent[tuple, tuple[Ladder, Independence]] = Recent()
-        self._plan_of_structure: Recent[tuple, Plan] = Recent()
+        self._states_by_flags: Recent[tuple, tuple[Ladder, Independence]] = Recent()
+        self._latest_plans: Recent[tuple, Plan] = Recent()
         self._caches = Caches()
-        self._copies = 0
+        self._copies_made = 0
         self._warned: set[str] = set()
 
     @property
@@ -147,15 +147,17 @@ class Engine:
         """
         self.view = self.view.renewed()
         x = self.view.inputs(x)
-        return again_once_compiled(lambda: self._run_until_it_holds(x, cotangent, check))
+        return retry_after_first_compilation(
+            lambda: self._measure_until_trusted(x, cotangent, check)
+        )
 
-    def _run_until_it_holds(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
+    def _measure_until_trusted(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Measure a batch, again where a plan is outdated or a rung does not hold."""
         flags = self._flags()
         fresh = Ladder(self.folding), Independence()
-        self.ladder, self.independence = self._of_flags.get(flags) or self._of_flags.put(
-            flags, fresh
-        )
+        self.ladder, self.independence = self._states_by_flags.get(
+            flags
+        ) or self._states_by_flags.put(flags, fresh)
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
@@ -164,7 +166,7 @@ class Engine:
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
             refusals(self.view, x),
             self.without_caches(x),
-            self.ladder.kept_if_it_fails(),
+            self.ladder.restored_on_failure(),
         ):
             while True:
                 try:
@@ -174,7 +176,7 @@ class Engine:
                     self._forget_plans_after(error)
                 except Exception as error:
                     uses_kernels = ops.backend_for(*self.parameters.values()) == "triton"
-                    if not self.ladder.step_down_after(error, uses_kernels=uses_kernels):
+                    if not self.ladder.can_try_again_after(error, uses_kernels=uses_kernels):
                         raise
                 # Here no traceback holds the memory of the failed pass.
 
@@ -198,20 +200,20 @@ class Engine:
         begun = time.perf_counter()
         self.plan = None
         forward = ForwardPass.of(self.view, self.folding, x)
-        self._warn_of_others(forward.graph)
+        self._warn_of_unregistered(forward.graph)
         inputs = inputs_key(x, forward.count, self.view.in_dim)
         key = Key.of(flags, forward.graph, forward.count, inputs)
-        known = self.plans.get(key)
+        audited = self.audited_plans.get(key)
         several = passes(cotangent, forward.z.detach(), self.view.out_dim)
         first = next(several)
-        plan = self._plan_for(forward, key, known)
-        norms = self._norms(forward, plan, first, is_new=known is None)
+        plan = self._plan_for(forward, key, audited)
+        norms = self._norms(forward, plan, first, is_unaudited=audited is None)
         table = norms * first.unscaling
         for one in several:
             table = table + self._norms(forward, plan, one) * one.unscaling
         self._refuse_gradients_not_finite(table)
-        self._audit(forward, plan, known, first, norms, check)
-        self.plan = self.plans.put(key, plan)
+        self._audit(forward, plan, audited, first, norms, check)
+        self.plan = self.audited_plans.put(key, plan)
         if check is None:
             self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, {n: plan.route(n) for n in self.parameters})
@@ -219,24 +221,25 @@ class Engine:
     # -- plans
     # ----------------------------------------------------------------------------------------------
 
-    def _plan_for(self, forward: ForwardPass, key: Key, known: Plan | None) -> Plan:
-        """Return the known plan of a batch, unless one has to be made for every batch."""
-        if known is not None:
-            forward.carriers = known.carriers
-            if not (known.rows_lost_at or self.independence.suspicion or self.audits.failed):
-                known.classify(forward.graph)
-                return known
-        earlier = known or self._plan_of_structure.get(key[:2])
+    def _plan_for(self, forward: ForwardPass, key: Key, audited: Plan | None) -> Plan:
+        """Return the audited plan of a batch, unless one has to be made for every batch."""
+        if audited is not None:
+            forward.carriers = audited.carriers
+            every_batch = self.independence.suspicion or self.audits.failed
+            if audited.is_fixed and not every_batch:
+                audited.classify(forward.graph)
+                return audited
+        earlier = audited or self._latest_plans.get(key.without_shapes)
         plan = new_plan(forward, key, earlier, self.independence)
-        self._plan_of_structure.put(key[:2], plan)
+        self._latest_plans.put(key.without_shapes, plan)
         if self.ladder.rung == Rung.BY_SAMPLE:
             plan.measure_by_sample(plan.names, self.ladder.reason)
-        if passes_write():
-            self._run_again(forward, key)  # its backward pass may read what other passes wrote
+        if passes_have_written():  # comparisons may have written what the backward pass reads
+            self._run_forward_again(forward, key)
         plan.classify(forward.graph)
         return plan
 
-    def _run_again(self, forward: ForwardPass, key: Key) -> None:
+    def _run_forward_again(self, forward: ForwardPass, key: Key) -> None:
         """Replace the graph of a batch by one of another pass."""
         forward.z = forward.run_again()
         forward.graph = walk(forward.z, self.parameters)
@@ -257,20 +260,20 @@ class Engine:
 
     def forget_plans(self) -> None:
         """Make all plans again."""
-        self.plans.clear()
-        self._plan_of_structure.clear()
+        self.audited_plans.clear()
+        self._latest_plans.clear()
 
     # -- norms
     # ----------------------------------------------------------------------------------------------
 
     def _norms(
-        self, forward: ForwardPass, plan: Plan, one: Pass, *, is_new: bool = False
+        self, forward: ForwardPass, plan: Plan, one: Pass, *, is_unaudited: bool = False
     ) -> Tensor:
         """Return the squared norms [parameters, B] of a batch for one cotangent."""
         hooked = self.view.has_hooked_parameters
         norms: dict[str, Tensor] = {}
         if plan.count == 1:
-            if is_new or hooked:
+            if is_unaudited or hooked:
                 require_hooks_to_scale(self.view, forward.z, one.v)
             norms = norms_of_one(forward, one.v, retain=one.more)
         else:
@@ -281,7 +284,12 @@ class Engine:
             if len(by_sample) < len(plan.names):
                 with cudnn_as_user_set(self.view.device):
                     norms = sq_norms(
-                        forward.graph, forward.z, one.v, plan, is_new=is_new, retain=one.more
+                        forward.graph,
+                        forward.z,
+                        one.v,
+                        plan,
+                        is_unaudited=is_unaudited,
+                        retain=one.more,
                     )
             if by_sample:
                 self._warn_of_loop(plan)
@@ -295,7 +303,7 @@ class Engine:
         self,
         forward: ForwardPass,
         plan: Plan,
-        known: Plan | None,
+        audited: Plan | None,
         one: Pass,
         norms: Tensor,
         check: Check,
@@ -305,7 +313,7 @@ class Engine:
         Args:
             forward: Forward pass over the batch.
             plan: Plan of the batch.
-            known: Earlier plan of the same key; None if ``plan`` is the first.
+            audited: Plan of the same key that has passed audits, or None. It may be ``plan``.
             one: Backward pass over the batch.
             norms: Squared norms [parameters, B] of that pass.
             check: Samples that the caller wants audited.
@@ -316,27 +324,29 @@ class Engine:
             InteractionError: A sample has another output.
         """
         if plan.count == 1:  # plain autograd has measured the sample alone
-            self.audits.passed += isinstance(check, Draw) and any(check)
+            self.audits.passed += len(self.audits.samples(1, check))
             return
-        is_new = known is None
+        is_unaudited = audited is None
         has_hooks = self.folding.hooks_tensors or self.view.has_hooked_parameters
-        samples = self.audits.samples(plan.count, check, SAMPLES if is_new else int(has_hooks))
-        tested_for_hooks = samples if has_hooks else samples[: int(is_new)]
+        samples = self.audits.samples(
+            plan.count, check, SAMPLES if is_unaudited else int(has_hooks)
+        )
+        tested_for_hooks = samples if has_hooks else samples[: int(is_unaudited)]
         scale = Scale.of(forward.graph.float_dtypes())
-        with nullcontext() if is_new or check is not None else self.audits.timed():
+        with nullcontext() if is_unaudited or check is not None else self.audits.timed():
             for sample in samples:
                 measured = forward.batch, sample, forward.z, one, norms
                 again = lambda: forward.batch, forward.run_again
                 audit = SampleAudit(self.view, plan, *measured, *again)
                 problem = audit.problem(scale if sample in tested_for_hooks else None)
                 if problem:
-                    self._raise_error_of(audit, problem, forward, plan, plan is known)
+                    self._raise_error_of(audit, problem, forward, plan, plan is audited)
                 self.audits.passed += 1
-                if is_new:
-                    plan.enter(audit.deviations())
-        if is_new:
+                if is_unaudited:
+                    plan.record(audit.deviations())
+        if is_unaudited:
             self._check_on_copy(forward, plan)
-        if has_hooks or (is_new and forward.graph.has_own_functions):
+        if has_hooks or (is_unaudited and forward.graph.has_own_functions):
             tolerance = norm_tolerance(self.parameters.values(), plan.dtype, self.view.device)
             require_same_among_copies(self.view, forward.batch, forward.z, tolerance)
 
@@ -352,7 +362,7 @@ class Engine:
         if is_of_earlier_batch:
             raise Outdated(audit.sample, problem)
         if audit.has_other_output:
-            raise self.independence.interaction(forward)
+            raise self.independence.interaction_error(forward)
         blocks = folded_blocks_with(forward.graph, audit.wrong, plan.uses)
         raise Refuted(problem, audit.wrong, plan, blocks)
 
@@ -364,9 +374,9 @@ class Engine:
             MeasureAgain: Rules do not measure some parameters of the copy.
         """
         untested = set() if self.is_copy else untested_by_audits(self.view, plan)
-        if untested <= plan.tested_on_copy or self._copies >= MOST_COPIES:
+        if untested <= plan.tested_on_copy or self._copies_made >= MOST_COPIES:
             return
-        self._copies += 1
+        self._copies_made += 1
         copy, _ = self.measure_on_copy(forward.batch, plan)
         if copy is None:
             plan.notes.append(
@@ -409,15 +419,17 @@ class Engine:
                 f"{sample} of the batch"
             )
 
-    def _warn_of_others(self, graph: Graph) -> None:
+    def _warn_of_unregistered(self, graph: Graph) -> None:
         """Warn, once, of tensors that move the output and are not counted."""
-        if not graph.others or "others" in self._warned:
+        if not graph.unregistered or "others" in self._warned:
             return
         self._warned.add("others")
-        shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
+        shapes = ", ".join(
+            str(tuple(graph.nodes[i].variable.shape)) for i in graph.unregistered[:4]
+        )
         warn(
-            f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, "
-            "but are not parameters of the model: they are not counted. Register them as "
+            f"{len(graph.unregistered)} tensors of shapes {shapes} require grad and move the "
+            "output, but are not parameters of the model: they are not counted. Register them as "
             "parameters if they should be"
         )
 

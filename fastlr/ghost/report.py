@@ -95,7 +95,7 @@ class SupportReport:
             tuple(_of_parameter(name, plan, deviations) for name in engine.parameters),
             "model itself" if dtype is None else f"{str(dtype).removeprefix('torch.')} copy",
             str(plan.dtype).removeprefix("torch."),
-            plan.others,
+            plan.unregistered,
             tuple(notes),
             dict(blocks.folded),
             blocks.not_folded | blocks.refused,

@@ -26,7 +26,7 @@ def uncompiled() -> AbstractContextManager:
     return _STANCE.held() if anything_compiled() else nullcontext()
 
 
-def again_once_compiled(function: Callable[[], Result]) -> Result:
+def retry_after_first_compilation(function: Callable[[], Result]) -> Result:
     """Call a function, and once more if torch has compiled something for the first time in it.
 
     Torch's compiler does not work within fastlr's modes. From then on `uncompiled` avoids it.

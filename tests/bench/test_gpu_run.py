@@ -394,10 +394,9 @@ def test_batch_norms_that_are_not_folded_are_wrong_by_name():
     with raises(Wrong, match="0.weight is not folded: it rounds"):
         test_estimate.check_mode(refuses, test_estimate.MODES["default"])
     test_estimate.check_mode(refuses, test_estimate.MODES["unfolded"])
-    disabled = estimator()
-    disabled.passes.engine.ladder.step_down(Rung.UNFOLDED, "it varies")
+    folds.passes.engine.ladder.step_down(Rung.UNFOLDED, "it varies")
     with raises(Wrong, match="it varies"):
-        test_estimate.check_mode(disabled, test_estimate.MODES["default"])
+        test_estimate.check_mode(folds, test_estimate.MODES["default"])
 
 
 def test_a_network_that_is_wrong_fails_by_name_and_the_next_is_timed(tmp_path, monkeypatch, capsys):

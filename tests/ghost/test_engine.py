@@ -25,8 +25,8 @@ from fastlr.ghost.graph.layouts import Ragged, Regular
 from fastlr.ghost.graph.marks import Marks, explains, row_sums
 from fastlr.ghost.graph.walk import ALIASES
 from fastlr.ghost.norms import rules
-from fastlr.ghost.norms.factors import Norms
-from fastlr.ghost.trust.agreement import low_precision
+from fastlr.ghost.norms.factors import NormsOnly
+from fastlr.ghost.trust.agreement import computes_in_few_digits
 
 
 def mlp():
@@ -205,7 +205,7 @@ def wrong_rule(monkeypatch, when):
     def twice(site, slots):
         found = right(site, slots)
         if when(site) and 2 in found:
-            found[2] = found[2].whole() if isinstance(found[2], Norms) else found[2]
+            found[2] = found[2].whole() if isinstance(found[2], NormsOnly) else found[2]
             found[2].g = found[2].g * 2
         return found
 
@@ -581,14 +581,14 @@ def test_low_precision_is_that_of_products():
     try:
         backends.cudnn.allow_tf32 = True
         backends.cuda.matmul.allow_tf32 = False
-        assert low_precision(gpu, {torch.float32})
-        assert not low_precision(gpu, {torch.float64})
-        assert low_precision(cpu, {torch.float32, torch.bfloat16})
-        assert not low_precision(cpu, {torch.float32})
+        assert computes_in_few_digits(gpu, {torch.float32})
+        assert not computes_in_few_digits(gpu, {torch.float64})
+        assert computes_in_few_digits(cpu, {torch.float32, torch.bfloat16})
+        assert not computes_in_few_digits(cpu, {torch.float32})
         backends.cudnn.allow_tf32 = False
-        assert not low_precision(gpu, {torch.float32})
+        assert not computes_in_few_digits(gpu, {torch.float32})
         with torch.autocast("cpu", torch.bfloat16):
-            assert low_precision(cpu, {torch.float32})
+            assert computes_in_few_digits(cpu, {torch.float32})
     finally:
         backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
 

@@ -14,7 +14,7 @@ from mutants import MODELS, SAMPLES, Mutant, made, truth
 
 import fastlr
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.ghost.norms.factors import Norms
+from fastlr.ghost.norms.factors import NormsOnly
 from fastlr.ops import convolution, linear
 
 WITHIN = 2e-3  # relative to a parameter's own mean, and to a sample's own total
@@ -22,7 +22,7 @@ WITHIN = 2e-3  # relative to a parameter's own mean, and to a sample's own total
 
 def norms(change):
     """The squared norms [B] are changed; of what else is known of the gradients nothing is."""
-    return lambda site, factor: Norms(change(factor.sq_norms()))
+    return lambda site, factor: NormsOnly(change(factor.sq_norms()))
 
 
 def times(number, samples=slice(None)):
@@ -127,7 +127,7 @@ MUTANTS = {
     "beta of folded norm forgotten": Mutant("folded", FOLDED, times(0.0), "beta"),
     "gamma of folded norm": Mutant("folded", "ops.folded.folded_conv_sq_norms", without_shift),
     "mean over rows": Mutant(
-        "rows", ADDMM, lambda site, f: Norms(f.sq_norms() * (site.count / len(site.g)) ** 2), 0
+        "rows", ADDMM, lambda site, f: NormsOnly(f.sq_norms() * (site.count / len(site.g)) ** 2), 0
     ),
     "a of low rank": Mutant("low_rank", MM, times(2.0), (6, 2)),
     "b of low rank": Mutant("low_rank", MM, times(2.0), (2, 6)),

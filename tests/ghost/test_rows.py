@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastlr
 from fastlr.ghost.graph import marks
 from fastlr.ghost.graph.formulas import call_node, dense
-from fastlr.ghost.graph.layouts import candidates
+from fastlr.ghost.graph.layouts import possible_layouts
 from fastlr.ghost.graph.marks import row_sums
 from fastlr.ghost.graph.rows import KEEPS, _through
 from fastlr.ghost.graph.walk import walk
@@ -297,11 +297,11 @@ def broken(z, seen):
     """
     graph, found = walk(z, {}), []
     for i, node in enumerate(graph.nodes):
-        name, outputs = graph.names[i], graph.outputs(i)
+        name, outputs = graph.names[i], graph.output_count(i)
         for output in range(outputs) if name in KEEPS else ():
             shape = graph.shape(i, output)
             for layout, (slot, (child, number)) in itertools.product(
-                candidates(shape, SAMPLES), enumerate(graph.children[i])
+                possible_layouts(shape, SAMPLES), enumerate(graph.children[i])
             ):
                 inner = graph.shape(child, number) if child >= 0 else torch.Size()
                 kept = _through(graph, i, layout, output, slot, inner) if child >= 0 else None
@@ -367,9 +367,7 @@ def test_kinds_without_rows_are_reported_and_cost_passes(forward, kinds, passes)
     for samples, wanted in zip((3, 64, 300), passes, strict=True):
         v = torch.randn(samples, 2)
         for _ in range(2):
-            with mock.patch.object(
-                marks, "_row_sums", wraps=marks._row_sums
-            ) as taken:
+            with mock.patch.object(marks, "_row_sums", wraps=marks._row_sums) as taken:
                 fastlr.per_sample_grad_sq_norms(model, torch.randn(samples, 4), v)
         assert taken.call_count == wanted
 

@@ -5,7 +5,7 @@ from pytest import fixture, mark, param
 from torch import backends, nn
 
 import fastlr
-from fastlr.ghost.trust.agreement import low_precision
+from fastlr.ghost.trust.agreement import computes_in_few_digits
 from fastlr.ops import torch_private
 from fastlr.ops.torch_private import narrow_products
 
@@ -128,15 +128,15 @@ def test_low_precision_is_that_of_either_way(name, setting):
         )
     else:
         narrow = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
-    assert low_precision(gpu, {torch.float32}) == narrow
-    assert not low_precision(gpu, {torch.float64})
+    assert computes_in_few_digits(gpu, {torch.float32}) == narrow
+    assert not computes_in_few_digits(gpu, {torch.float64})
 
 
 def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch):
     torch.set_float32_matmul_precision("medium")
     for able in (True, False):
         monkeypatch.setattr(torch_private, "_cpu_multiplies_bf16", lambda able=able: able)
-        assert low_precision(torch.device("cpu"), {torch.float32}) is able
+        assert computes_in_few_digits(torch.device("cpu"), {torch.float32}) is able
 
 
 def test_without_the_newer_way(monkeypatch):

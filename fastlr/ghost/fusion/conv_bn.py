@@ -20,7 +20,7 @@ from fastlr import ops
 from fastlr.ghost.graph.layouts import Regular
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
-from fastlr.ghost.norms.factors import Factor, Norms
+from fastlr.ghost.norms.factors import Factor, NormsOnly
 from fastlr.ghost.norms.rules import Ready, Site, Unsupported, rule, take_ready
 from fastlr.ops.activations import value_of
 from fastlr.ops.block import Block, Gradients, Loaded
@@ -411,7 +411,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         raise Unsupported("what is added is computed of parameters alone")
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
     node.ready = Ready(site.gradients, at_inputs)
-    return {slot: Norms(norms[node.roles[slot]]) for slot in slots}
+    return {slot: NormsOnly(norms[node.roles[slot]]) for slot in slots}
 
 
 def folded_blocks_with(graph: Graph, names: Collection[str], uses: Uses) -> set[str]:

@@ -15,7 +15,7 @@ from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph.walk import Graph, walk
 from fastlr.ghost.model.batch import Batch, along, copied
 from fastlr.ghost.model.view import ModelView, require_graph
-from fastlr.ghost.model.writes import passes_write
+from fastlr.ghost.model.writes import passes_have_written
 from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.deferred_checks import refuse_beyond
 from fastlr.ops.torch_private import tree_leaves
@@ -88,7 +88,7 @@ def _output(view: ModelView, folding: Folding, x: Any) -> Tensor:
     looks_like_one_sample = bool(tensors) and along(x, 1, view.in_dim) == tensors
     with unfolded() if looks_like_one_sample else nullcontext():
         z = run_measured(view, folding, x)
-    differs_from_model = folding.blocks.has_folded or passes_write()
+    differs_from_model = folding.blocks.has_folded or passes_have_written()
     if looks_like_one_sample or not differs_from_model or view.sample_count(z) > 1:
         return z
     with unfolded():
@@ -103,9 +103,9 @@ def run_measured(view: ModelView, folding: Folding, x: Any) -> Tensor:
 
 def run_folded(view: ModelView, folding: Folding, x: Any) -> Tensor:
     """Run the model folded on copies of the inputs, as it may write to them."""
-    given, known_to_write = copied(x), passes_write()
+    given, known_to_write = copied(x), passes_have_written()
     z = folding.run(view.named, lambda: view.forward(given))
-    if passes_write() and not known_to_write:
+    if passes_have_written() and not known_to_write:
         return run_folded(view, folding, x)  # this graph has no copies of what the pass has written
     return z
 

@@ -30,7 +30,7 @@ from fastlr import ops
 from fastlr.ghost.fusion.checkpoints import is_checkpointed
 from fastlr.ghost.graph.layouts import Regular, Unsupported
 from fastlr.ghost.graph.rows import Step
-from fastlr.ghost.norms.factors import Dense, Factor, Norms, Outer
+from fastlr.ghost.norms.factors import Dense, Factor, NormsOnly, Outer
 from fastlr.ghost.norms.rules import Ready, Site, rule, take_ready
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.held import SharedContext
@@ -371,7 +371,7 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     norms = {} if node.steps.local.is_cuda else _in_one_product(sides, rows)
     roles = {slot: node.roles[slot] for slot in slots}
     return {
-        s: Norms(norms[role], partial(factor, s)) if role in norms else factor(s)
+        s: NormsOnly(norms[role], partial(factor, s)) if role in norms else factor(s)
         for s, role in roles.items()
     }
 

@@ -44,7 +44,7 @@ def backward(
 
     lowest = dict.fromkeys(filter(graph.is_lowest, uses.at_node))
     above = [i for i in uses.at_node if i not in lowest]
-    places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
+    places = [(i, output) for i in lowest for output in range(graph.output_count(i))]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
     handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
@@ -57,7 +57,7 @@ def backward(
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
         for i in lowest:
-            counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
+            counted(i, tuple(gradients.pop((i, output)) for output in range(graph.output_count(i))))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
         raise ModelError(

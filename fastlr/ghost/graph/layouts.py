@@ -88,7 +88,7 @@ class Ragged:
 Layout = Regular | Ragged
 
 
-def candidates(shape: torch.Size, count: int) -> list[Regular]:
+def possible_layouts(shape: torch.Size, count: int) -> list[Regular]:
     """Every regular layout that an output of this shape could have, likelier ones first."""
     layouts = []
     for dim, size in enumerate(shape):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.graph.backward import backward
-from fastlr.ghost.graph.layouts import Layout, Ragged, Regular, candidates
+from fastlr.ghost.graph.layouts import Layout, Ragged, Regular, possible_layouts
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
 
@@ -53,7 +53,7 @@ def layouts_by_marks(
 def _every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
     """Return all layouts that an output could have: regular ones, then rows in any order."""
     shape = graph.shape(*place)
-    return [*candidates(shape, count), *map(Ragged, range(len(shape)))]
+    return [*possible_layouts(shape, count), *map(Ragged, range(len(shape)))]
 
 
 def _confirmed(

@@ -34,6 +34,11 @@ class Key(NamedTuple):
     shapes: tuple
     inputs: tuple
 
+    @property
+    def without_shapes(self) -> tuple:
+        """The part of the key that all shapes of a structure share."""
+        return self.flags, self.structure
+
     @staticmethod
     def of(flags: tuple, graph: Graph, count: int, inputs: tuple) -> Key:
         """Return the key of a batch of ``count`` samples with this graph."""
@@ -49,12 +54,12 @@ class Plan:
         key: Key of the plan.
         carriers: Indices of the flattened inputs that carry samples.
         names: Names of the parameters in the graph.
-        others: Shapes of leaves that require grad and are no parameters, as text.
+        unregistered: Shapes of leaves that require grad and are no parameters, as text.
         dtype: Least precise dtype in the graph.
-        largest: Number of elements in the graph of the largest batch of this structure that was
-            compared with parts of itself.
+        largest_compared: Number of elements in the graph of the largest batch of this structure
+            that was compared with parts of itself.
         sides: Side of each node (see `Graph`).
-        keys: Key of each node (see `Graph`).
+        node_keys: Key of each node (see `Graph`).
         uses: Uses of parameters.
         layouts: Layouts of the outputs of nodes with uses.
         by_node: Reasons why rules do not measure uses, by the uses' keys.
@@ -70,11 +75,11 @@ class Plan:
     key: Key = Key((), (), (0, ()), ())
     carriers: list[int] = field(default_factory=list)
     names: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    unregistered: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
-    largest: int = 0
+    largest_compared: int = 0
     sides: list[int] = field(default_factory=list)
-    keys: list = field(default_factory=list)
+    node_keys: list = field(default_factory=list)
     uses: Uses = field(default_factory=lambda: Uses([]))
     layouts: dict[Place, Layout] = field(default_factory=dict)
     by_node: dict[tuple, str] = field(default_factory=dict)
@@ -91,13 +96,18 @@ class Plan:
         return self.key.shapes[0]
 
     @property
+    def is_fixed(self) -> bool:
+        """True if the graph shows where the samples are, whatever the batch."""
+        return not self.rows_lost_at
+
+    @property
     def is_by_rules(self) -> bool:
         """True if rules measure all parameters, and the graph shows where the samples are."""
-        return not (self.by_node or self.by_sample or self.rows_lost_at) and self.count > 1
+        return self.is_fixed and self.count > 1 and not (self.by_node or self.by_sample)
 
     def classify(self, graph: Graph) -> None:
         """Give a graph of this structure the sides and keys of its nodes."""
-        graph.side, graph.keys = self.sides, self.keys
+        graph.side, graph.keys = self.sides, self.node_keys
 
     def fits(self, graph: Graph) -> bool:
         """Return True if sides are known, and all parameter-side nodes have the same shapes."""
@@ -134,7 +144,7 @@ class Plan:
         self.by_sample |= of_copy.by_sample
         return len(self.by_node) + len(self.by_sample) > before
 
-    def enter(self, deviations: Mapping[str, float]) -> None:
+    def record(self, deviations: Mapping[str, float]) -> None:
         """Keep the largest deviation of each parameter."""
         for name, deviation in deviations.items():
             self.deviations[name] = max(deviation, self.deviations.get(name, 0.0))

@@ -11,7 +11,7 @@ not listed here, and listed ones that sum, contract or permute along the samples
 trusted: below them the rows are found anew in every batch (fastlr.ghost.graph.marks).
 
 A kind that has a rule says there how it keeps rows (`rows=` of fastlr.ghost.norms.rules.rule, which
-calls `keep`). The kinds below are those without a rule.
+calls `register`). The kinds below are those without a rule.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def saved_axes(graph: Graph) -> tuple:
     )
 
 
-def keep(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
+def register(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
     """Enter kinds of nodes that keep rows.
 
     Args:
@@ -91,10 +91,10 @@ def keep(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
             READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
 
 
-def _list(names: str, rows: Keeps, *read: str) -> None:
+def _register(names: str, rows: Keeps, *read: str) -> None:
     """Enter kinds of nodes that have no rule; "Backward0" is added to names without Backward."""
     kinds = [name if "Backward" in name else f"{name}Backward0" for name in names.split()]
-    keep(kinds, rows, *read)
+    register(kinds, rows, *read)
 
 
 # -- elementwise, with broadcasting
@@ -109,7 +109,7 @@ def elementwise(s: Step) -> Regular | None:
     return s.at(s.layout.dim - (len(s.outer) - len(s.inner)))
 
 
-_list(
+_register(
     "Abs Acos Acosh Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp "
     "ClampBackward1 ClampMax ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign Cos Cosh "
     "DivBackward1 DivBackward2 Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Fmax Fmin Frac Gelu "
@@ -121,8 +121,8 @@ _list(
     "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
     elementwise,
 )
-_list("Angle Complex Conj ConjPhysical Polar", elementwise)
-_list(
+_register("Angle Complex Conj ConjPhysical Polar", elementwise)
+_register(
     "Deg2Rad Digamma Fmod FmodBackward1 I0 Igamma Igammac Mvlgamma Polygamma Rad2Deg SpecialEntr "
     "SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialZeta",
     elementwise,
@@ -151,8 +151,8 @@ def _reshaped(s: Step) -> Regular | None:
     return None
 
 
-_list("View UnsafeView ReshapeCopy Squeeze Unsqueeze", _reshaped)
-_list("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _reshaped)
+_register("View UnsafeView ReshapeCopy Squeeze Unsqueeze", _reshaped)
+_register("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _reshaped)
 
 
 def _transposed(s: Step) -> Regular | None:
@@ -186,11 +186,11 @@ def _restrided(s: Step) -> Regular | None:
     return _reshaped(s) if stride == prod(s.inner) and not s.node._saved_storage_offset else None
 
 
-_list("T", _transposed)
-_list("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
-_list("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
-_list("Transpose", _transposed, "dim0", "dim1")
-_list("Permute", _permuted, "dims")
+_register("T", _transposed)
+_register("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
+_register("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
+_register("Transpose", _transposed, "dim0", "dim1")
+_register("Permute", _permuted, "dims")
 
 
 # -- along some axes, which must not be the samples'
@@ -244,35 +244,35 @@ def _padded(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if not any(pad[start : start + 2]) else None
 
 
-_list("Flip Roll", _beside, "dims")
-_list("FftC2C FftC2R FftR2C", _beside, "dim")
-_list(
+_register("Flip Roll", _beside, "dims")
+_register("FftC2C FftC2R FftR2C", _beside, "dim")
+_register(
     "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax "
     "Scatter",
     _beside,
     "dim",
 )
-_list(
+_register(
     "ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit",
     _beside,
     "dim",
 )
-_list("UnsafeSplitWithSizes", _beside, "dim")
-_list("Slice", _same_axis)
-_list("Unfold", _unfolded, "dimension")
-_list(
+_register("UnsafeSplitWithSizes", _beside, "dim")
+_register("Slice", _same_axis)
+_register("Unfold", _unfolded, "dimension")
+_register(
     "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode "
     "Nansum",
     _without,
     "dim",
 )
-_list(
+_register(
     "NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean",
     _without,
     "dim",
 )
-_list("Stack", _stacked, "dim")
-_list("ConstantPadNd", _padded, "pad")
+_register("Stack", _stacked, "dim")
+_register("ConstantPadNd", _padded, "pad")
 
 
 # -- over the last axes, whose number is the kind's
@@ -290,18 +290,20 @@ def _leading(last: int, *, any_slot: bool = False) -> Keeps:
 
 
 for _k in (1, 2, 3):
-    _list(
+    _register(
         f"ReflectionPad{_k}D ReplicationPad{_k}D UpsampleNearest{_k}D UpsampleNearestExact{_k}D",
         _leading(_k),
     )
 for _k in (2, 3):
-    _list(
+    _register(
         f"AdaptiveAvgPool{_k}D AdaptiveMaxPool{_k}D AvgPool{_k}D MaxPool{_k}DWithIndices",
         _leading(_k),
     )
-_list("UpsampleLinear1D", _leading(1))
-_list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
-_list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
+_register("UpsampleLinear1D", _leading(1))
+_register(
+    "UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2)
+)
+_register("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
 
 
 def _matrices(s: Step) -> Regular | None:
@@ -309,13 +311,13 @@ def _matrices(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if s.slot == 0 and s.layout.dim < len(s.inner) - 2 else None
 
 
-_list("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv", _matrices)
-_list("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
+_register("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv", _matrices)
+_register("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
 
 
 _alike = _leading(2, any_slot=True)  # for every matrix of every input
-_list("LinalgSolveEx LinalgSolveTriangular", _alike)
-_list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
+_register("LinalgSolveEx LinalgSolveTriangular", _alike)
+_register("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 
 def first_axis(s: Step) -> Regular | None:
@@ -332,7 +334,7 @@ def _columns(s: Step) -> Regular | None:
     return s.at(0) if s.layout.dim == 0 and {len(s.inner), len(s.outer)} == {3, 4} else None
 
 
-_list("Im2Col Col2Im", _columns)
+_register("Im2Col Col2Im", _columns)
 
 
 def over_normalized_axes(s: Step) -> Regular | None:
@@ -393,13 +395,13 @@ def _matrix_vector(first: int) -> Keeps:
     return follow
 
 
-_list("Mv", _matrix_vector(0))
-_list("Addmv", _matrix_vector(1))
+_register("Mv", _matrix_vector(0))
+_register("Addmv", _matrix_vector(1))
 
 
 # queries, keys, values and what is added to the scores are [B, heads, ., .]
 for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention"):
-    _list(f"ScaledDotProduct{_kind}", _alike)
+    _register(f"ScaledDotProduct{_kind}", _alike)
 
 
 # -- fastlr's own nodes
@@ -410,9 +412,9 @@ def _folded_conv(s: Step) -> Regular | None:
     return s.at(0) if s.role in ("x", "residual", "gate") and s.layout.dim == 0 else None
 
 
-_list("FoldedConvBackward", _folded_conv)
-_list("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
-_list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
+_register("FoldedConvBackward", _folded_conv)
+_register("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
+_register("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 
 
 # -- the whole graph
@@ -439,7 +441,7 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> TracedRows:
     for i in reversed(range(len(graph.nodes))):
         if graph.side[i] != SAMPLE:
             continue
-        outputs = [(o, layouts[i, o]) for o in range(graph.outputs(i)) if (i, o) in layouts]
+        outputs = [(o, layouts[i, o]) for o in range(graph.output_count(i)) if (i, o) in layouts]
         for slot, (child, number) in enumerate(graph.children[i]):
             if child < 0 or graph.side[child] != SAMPLE:
                 continue

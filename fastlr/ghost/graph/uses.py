@@ -171,7 +171,7 @@ def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[T
     for node, output in chain:
         if graph.names[node] in CASTS:
             continue
-        before, after = [None] * output, [None] * (graph.outputs(node) - output - 1)
+        before, after = [None] * output, [None] * (graph.output_count(node) - output - 1)
         seen, position = (
             dense(call_node(graph.nodes[node], (*before, t, *after))[0]) for t in (seen, position)
         )

@@ -102,7 +102,7 @@ class Graph:
     children: list[tuple[Place, ...]]  # by slot; node -1 for an input that needs no gradient
     parameters: dict[int, str]  # AccumulateGrad node -> parameter name
     # AccumulateGrad nodes of leaves that are not trainable parameters of the model.
-    others: list[int]
+    unregistered: list[int]
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
@@ -121,7 +121,7 @@ class Graph:
         """Dtype of an output of a node in the forward pass."""
         return output_metadata(self.nodes[node])[output].dtype
 
-    def outputs(self, node: int) -> int:
+    def output_count(self, node: int) -> int:
         """Return the number of outputs of a node."""
         return len(self.sizes[node])
 
@@ -306,7 +306,7 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
         if name == ACCUMULATE:
             known = names_of.get(id(node.variable))
             if known is None:
-                graph.others.append(i)
+                graph.unregistered.append(i)
             else:
                 graph.parameters[i] = known
     return graph

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.model.arguments import arguments
 from fastlr.ghost.model.batch import Batch, as_inputs, copied, holds_nan, require_pickable
-from fastlr.ghost.model.writes import forward_pass, passes_write
+from fastlr.ghost.model.writes import forward_pass, passes_have_written
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
@@ -253,7 +253,7 @@ def call(model: Callable, x: Any, *, copies: bool = True) -> Any:
         with arguments(x) as (args, kwargs), passing, uncompiled():
             return model(*args, **kwargs)
 
-    if copies and passes_write():
+    if copies and passes_have_written():
         try:
             return run(copied(x), True)
         except RuntimeError as error:  # torch.func takes no hooks of saved tensors

@@ -284,7 +284,7 @@ def begin_pass(model: nn.Module) -> None:
         state.begin_pass()
 
 
-def passes_write() -> bool:
+def passes_have_written() -> bool:
     """Return True if passes of a model that is kept here write tensors."""
     return any(state.written for state in _open.get())
 

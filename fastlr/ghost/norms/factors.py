@@ -216,7 +216,7 @@ class Conv(Factor):
 
 
 @dataclass
-class Norms(Factor):
+class NormsOnly(Factor):
     """Squared norms [B] of gradients that were found together with others' norms.
 
     ``whole`` gives the factor of these gradients, if it can be had at all.

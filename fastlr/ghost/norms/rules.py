@@ -36,11 +36,11 @@ from fastlr.ghost.graph.rows import (
     batch_norm_rows,
     elementwise,
     first_axis,
-    keep,
     over_normalized_axes,
     product_rows,
+    register,
 )
-from fastlr.ghost.norms.factors import Bilinear, ComplexOuter, Conv, Dense, Factor, Norms, Outer
+from fastlr.ghost.norms.factors import Bilinear, ComplexOuter, Conv, Dense, Factor, NormsOnly, Outer
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
 
@@ -142,7 +142,7 @@ def rule(
 
     def add(function: Rule) -> Rule:
         if rows is not None:
-            keep(kinds, rows, *read)
+            register(kinds, rows, *read)
         if on_complex:
             COMPLEX.update(kinds)
         for kind in kinds:
@@ -268,10 +268,10 @@ def _of_one_row(
     weight: Factor,
     bias: Dense,
     a: Tensor,  # [B, I]
-) -> tuple[Norms, Norms]:
+) -> tuple[NormsOnly, NormsOnly]:
     """The norms of a weight and a bias of which each sample uses one row: |g|^2 |a|^2, |g|^2."""
     of_weight, of_bias = ops.run("one_row_sq_norms", a, bias.grads)
-    return Norms(of_weight, lambda: weight), Norms(of_bias, lambda: bias)
+    return NormsOnly(of_weight, lambda: weight), NormsOnly(of_bias, lambda: bias)
 
 
 def _reduced(

@@ -35,7 +35,7 @@ from fastlr.ghost.norms.factors import (
     CHUNK_ELEMENTS,
     Dense,
     Factor,
-    Norms,
+    NormsOnly,
     Sum,
     combined_sq_norms,
     join,
@@ -70,7 +70,7 @@ def sq_norms(
     v: Tensor,  # [*output]
     plan: Plan,
     *,
-    is_new: bool = False,
+    is_unaudited: bool = False,
     retain: bool = False,
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
@@ -82,7 +82,7 @@ def sq_norms(
         z: Output.
         v: Cotangent.
         plan: Plan of the batch. Uses without a rule are added to ``plan.by_node``.
-        is_new: Whether the plan is new, so that any error of a rule means that it does not apply.
+        is_unaudited: Whether any error of a rule means that it does not apply, as in a new plan.
         retain: Whether to keep the graph for another pass.
 
     Raises:
@@ -91,7 +91,7 @@ def sq_norms(
     norms = _NormsOfUses(graph, plan.uses, plan.by_sample)
     by_formula: list[tuple[Site, list[Use]]] = []
     unfolded: dict[str, str] = {}
-    keep = retain or is_new or bool(plan.by_node)
+    keep = retain or is_unaudited or bool(plan.by_node)
 
     def by_rule(site: Site, uses: list[Use]) -> Mapping[int, Factor] | None:
         try:
@@ -99,7 +99,7 @@ def sq_norms(
         except CheckpointError:
             raise
         except (Unsupported, *_OF_RULES) as error:
-            if not is_new and not isinstance(error, Unsupported):
+            if not is_unaudited and not isinstance(error, Unsupported):
                 raise
             if _block_of(site.node):
                 unfolded[_block_of(site.node)] = str(error)
@@ -157,21 +157,21 @@ class _NormsOfUses:
 
     Args:
         graph: classified.
-        every: Its uses and groups of parameters.
+        uses: Its uses and groups of parameters.
         skip: names of parameters that are measured in another way.
 
     Attributes:
         by_name: squared norms [B] of each parameter, of the factors that are taken.
     """
 
-    def __init__(self, graph: Graph, every: Uses, skip: Collection[str]) -> None:
-        self.graph, self.every = graph, every
+    def __init__(self, graph: Graph, uses: Uses, skip: Collection[str]) -> None:
+        self.graph, self.uses = graph, uses
         self.by_name: dict[str, Tensor] = {}
         self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by class, dtypes and shapes
         self._held = 0  # elements of these
         self._waiting: dict[Place, list[Factor]] = {}
         self._skipped: set[Place] = set()
-        for group in every.groups if skip else ():
+        for group in uses.groups if skip else ():
             if all(graph.parameters[p] in skip for p in group.parameters):
                 self._skipped.update(group.sources)
 
@@ -182,11 +182,11 @@ class _NormsOfUses:
     def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
         """Add what stands for the gradients at uses of one node, by slot."""
         for use in uses:
-            group, factor = self.every.group_of[use.source], factors[use.slot]
-            if group.relation == "disjoint views" and self.every.times_used[use.source] == 1:
+            group, factor = self.uses.group_of[use.source], factors[use.slot]
+            if group.relation == "disjoint views" and self.uses.times_used[use.source] == 1:
                 self._add_factor(self.graph.parameters[group.parameters[0]], factor)
                 continue
-            if isinstance(factor, Norms):  # they cannot be added to others
+            if isinstance(factor, NormsOnly):  # they cannot be added to others
                 if factor.whole is None:
                     block = _block_of(self.graph.nodes[use.node])
                     raise MeasureAgain({block: "a parameter is used more than once"})
@@ -196,7 +196,7 @@ class _NormsOfUses:
     def add_waiting(self) -> None:
         """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
         self._add_small()
-        for group in self.every.groups:
+        for group in self.uses.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
             if factors:
                 for name, value in _norms_of_group(self.graph, group, factors).items():

@@ -23,7 +23,7 @@ NORMS_IN_FEW_DIGITS = 0.1  # relative difference of squared norms that is roundi
 LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
 
 
-def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+def computes_in_few_digits(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
     """Return True if products have fewer digits than float32.
 
     So they do under autocast, with narrow parameters, and under TF32 (cuDNN's default).
@@ -33,7 +33,7 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
     return torch.float32 in dtypes and narrow_products(device.type)
 
 
-def has_few_digits(parameters: Iterable[Tensor], device: torch.device) -> bool:
+def has_half_precision(parameters: Iterable[Tensor], device: torch.device) -> bool:
     """Return True if parameters or autocast have fewer digits than float32."""
     narrow = any(p.dtype.itemsize < 4 for p in parameters)
     return narrow or torch.is_autocast_enabled(device.type)
@@ -134,12 +134,7 @@ def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Te
     return (value - exact).abs() <= close * exact + part * total
 
 
-def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bool:
-    """Return True if squared norms agree, relative to themselves and to the samples' totals."""
-    return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
-
-
-def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+def outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
     """Return on the device whether outputs of one sample differ by more than needs no explanation.
 
     An element is judged by its own size and, as far as rounding goes, by the sample's others. In
@@ -156,9 +151,9 @@ def outputs_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> T
     return ~(same | ((a - b).abs_() <= size)).all()
 
 
-def unexplained(output: Tensor, parameters: Iterable[Tensor]) -> float:
+def output_tolerance(output: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the relative difference from a model's output that needs no explanation."""
-    low = low_precision(output.device, {p.dtype for p in parameters})
+    low = computes_in_few_digits(output.device, {p.dtype for p in parameters})
     return rounding(output.dtype, low=low)
 
 
@@ -175,6 +170,6 @@ def norm_tolerance(
     dtypes = {p.dtype for p in parameters}
     if dtypes == {torch.float64}:
         dtypes = {lowest}
-    if low_precision(device, dtypes):
+    if computes_in_few_digits(device, dtypes):
         return NORMS_IN_FEW_DIGITS
     return 1e-8 if dtypes == {torch.float64} else 1e-3

@@ -20,8 +20,13 @@ from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.norms.cotangents import Pass
-from fastlr.ghost.trust.agreement import norm_tolerance, norms_close, outputs_differ, unexplained
-from fastlr.ghost.trust.company import InBatch
+from fastlr.ghost.trust.agreement import (
+    norm_tolerance,
+    norms_close,
+    output_tolerance,
+    outputs_may_differ,
+)
+from fastlr.ghost.trust.company import BatchOutput
 from fastlr.ghost.trust.hooks import Scale
 from fastlr.ghost.trust.truth import SingleSamples, exact_sq_norms
 from fastlr.ops.autocast import autocast_dtype
@@ -228,8 +233,8 @@ class SampleAudit:
             parameters = list(self.view.parameters.values())
             scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
             scale.require(self.exact, of_unit, self.of_unit, parameters, scale.close)
-        relative = unexplained(self.own_row, self.view.parameters.values())
-        differs = outputs_differ(self.row, self.own_row, relative, self.view.out_dim)
+        relative = output_tolerance(self.own_row, self.view.parameters.values())
+        differs = outputs_may_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
 
     def holds(self, may_differ: bool, may_be_wrong: bool) -> bool:
@@ -243,7 +248,7 @@ class SampleAudit:
         """
         batch, shape = self.whole(), list(self.own_row.shape)
         shape[self.view.out_dim] = batch.count
-        own = InBatch(self.view, batch, self.own_row.expand(shape))
+        own = BatchOutput(self.view, batch, self.own_row.expand(shape))
         return own.matches([self.sample], self.row)
 
     def errors(self) -> dict[str, float]:

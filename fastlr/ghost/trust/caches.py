@@ -13,7 +13,7 @@ from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import copied
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import tensor_caches
-from fastlr.ghost.trust.agreement import agree, unexplained
+from fastlr.ghost.trust.agreement import agree, output_tolerance
 from fastlr.ops.objects import version
 from fastlr.ops.recent import Recent
 
@@ -56,7 +56,7 @@ def _are_caches(view: ModelView, caches: list[tuple[str, dict]], x: Any) -> bool
             without = view.forward(copied(x))
     except Exception:  # whatever a model raises that misses what it needs
         return False
-    relative = unexplained(with_caches, view.parameters.values())
+    relative = output_tolerance(with_caches, view.parameters.values())
     same = agree(with_caches, without, relative, view.out_dim)
     hidden = _used_parameters(view, without) - _used_parameters(view, with_caches)
     if not same and hidden:

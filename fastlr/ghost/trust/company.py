@@ -21,10 +21,10 @@ from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ghost.trust.agreement import (
     agree,
     gap,
-    has_few_digits,
+    has_half_precision,
+    output_tolerance,
     rounding,
     typical_size,
-    unexplained,
 )
 from fastlr.ghost.trust.copies import deep_copies, outputs_of_copy
 from fastlr.ops.deferred_checks import out_of_memory
@@ -47,7 +47,7 @@ class OtherOutput(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class InBatch:
+class BatchOutput:
     """The output of a batch, and its inputs.
 
     Attributes:
@@ -77,7 +77,7 @@ class InBatch:
         out_dim = self.view.out_dim
         numbers = torch.tensor(samples, device=output.device)
         in_batch = self.output.detach().index_select(out_dim, numbers)
-        relative = self._unexplained(output)
+        relative = self._tolerance(output)
         if agree(in_batch, output, relative, out_dim):
             return True
         if in_batch.shape != output.shape:
@@ -85,7 +85,7 @@ class InBatch:
         off = gap(in_batch, output).movedim(out_dim, 0).flatten(1).amax(1)
         doubtful = dict.fromkeys(samples[row] for row in off.argsort(descending=True).tolist())
         ways = [self._rounding_among_copies, self._rounding_to_more_digits]
-        if has_few_digits(self.view.parameters.values(), self.view.device):
+        if has_half_precision(self.view.parameters.values(), self.view.device):
             ways.reverse()
         allowed = torch.zeros((), device=output.device)
         for way in ways:
@@ -96,12 +96,12 @@ class InBatch:
                     return True
         return False
 
-    def _unexplained(self, output: Tensor) -> float:
-        return unexplained(output, self.view.parameters.values())
+    def _tolerance(self, output: Tensor) -> float:
+        return output_tolerance(output, self.view.parameters.values())
 
     def _repeats(self, samples: Sequence[int], z: Tensor) -> bool:
         """Return True if another pass over samples gives the same: nothing is drawn at random."""
-        return agree(z, self.run(samples), self._unexplained(z), self.view.out_dim)
+        return agree(z, self.run(samples), self._tolerance(z), self.view.out_dim)
 
     def _rounding_among_copies(self, samples: Sequence[int]) -> Tensor | None:
         """Return by how much a sample's output differs among copies of it in batches of any size.
@@ -111,6 +111,7 @@ class InBatch:
         """
         view, largest = self.view, None
         for sample in samples:
+            first: Tensor | None = None
             for size in sorted({2, self.batch.count // 2, self.batch.count} - {0}):
                 try:
                     z = view.forward(self.batch.pick([sample] * size))
@@ -120,7 +121,7 @@ class InBatch:
                     continue
                 if largest is None and not self._repeats([sample] * size, z):
                     return None
-                if size == 2 or largest is None:
+                if first is None:
                     first = view.row(z.detach(), 0)
                     lowest = walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
                     most = rounding(lowest) * typical_size(first)

@@ -25,7 +25,7 @@ from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import begin_pass
-from fastlr.ghost.trust.agreement import agree, has_few_digits, rounding
+from fastlr.ghost.trust.agreement import agree, has_half_precision, rounding
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.modules import all_modules
 from fastlr.ops.objects import INTERNAL
@@ -93,7 +93,7 @@ def move(parameters: Iterable[Tensor]) -> None:
         p.data.add_((noise * width).to(p))
 
 
-def all_zero(parameters: Iterable[Tensor]) -> list[Tensor]:
+def zero_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose every element is zero."""
     return [p for p in parameters if p.numel() and not p.detach().any()]
 
@@ -140,7 +140,7 @@ def measured_on_copy(
         if outputs_of_copy(view, clone, samples, every) is None:
             continue
         try:
-            move(all_zero(p for p in clone.parameters() if p.requires_grad))
+            move(zero_parameters(p for p in clone.parameters() if p.requires_grad))
             copied = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
             autocast = torch.autocast(view.device.type, enabled=False)
             with warnings_ignored(), never_cudnn(), autocast:
@@ -159,6 +159,6 @@ def untested_by_audits(view: ModelView, plan: Plan) -> set[str]:
     in any audit, if some parameter is all zero.
     """
     by_rules = {name for name in plan.names if name not in plan.by_sample}
-    if has_few_digits(view.parameters.values(), view.device):
+    if has_half_precision(view.parameters.values(), view.device):
         return by_rules
-    return by_rules - plan.deviations.keys() if all_zero(view.parameters.values()) else set()
+    return by_rules - plan.deviations.keys() if zero_parameters(view.parameters.values()) else set()

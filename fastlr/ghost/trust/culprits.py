@@ -16,7 +16,7 @@ from fastlr.ghost.fusion.recurrent import Unfused
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ghost.trust.agreement import agree
-from fastlr.ghost.trust.company import InBatch
+from fastlr.ghost.trust.company import BatchOutput
 
 
 def require_not_random(view: ModelView, samples: Batch) -> None:
@@ -27,12 +27,12 @@ def require_not_random(view: ModelView, samples: Batch) -> None:
     """
     with torch.no_grad(), Unfused():
         every = list(range(samples.count))
-        together = InBatch(view, samples, view.outputs(samples.pick(every)))
+        together = BatchOutput(view, samples, view.outputs(samples.pick(every)))
         if not together.matches(every, together.run(every)):
             raise RandomForwardError(_random_message(view.module))
 
 
-def require_independence(view: ModelView, samples: Batch) -> None:
+def refuse_interaction(view: ModelView, samples: Batch) -> None:
     """Require that each of a few samples gives the same among copies of itself.
 
     Raises:
@@ -40,7 +40,7 @@ def require_independence(view: ModelView, samples: Batch) -> None:
     """
     with torch.no_grad(), Unfused():
         every = list(range(samples.count))
-        together = InBatch(view, samples, view.outputs(samples.pick(every)))
+        together = BatchOutput(view, samples, view.outputs(samples.pick(every)))
         if together.first_difference([sample] * len(every) for sample in every) is not None:
             raise InteractionError(_interaction_message(together))
 
@@ -62,7 +62,7 @@ def _random_message(model: nn.Module) -> str:
     )
 
 
-def _interaction_message(together: InBatch) -> str:
+def _interaction_message(together: BatchOutput) -> str:
     """Name the first module whose output for sample 0 changes when the other samples do."""
     message = "samples interact: the output of one depends on the others"
     if _gives_more_in_a_larger_batch(together):
@@ -80,7 +80,7 @@ def _interaction_message(together: InBatch) -> str:
     return f"{message}. Make it work on each sample alone"
 
 
-def _gives_more_in_a_larger_batch(together: InBatch) -> bool:
+def _gives_more_in_a_larger_batch(together: BatchOutput) -> bool:
     """Return True if a sample's output has more elements in a batch of twice the samples."""
     try:
         twice = together.run([*range(together.batch.count)] * 2)
@@ -89,7 +89,7 @@ def _gives_more_in_a_larger_batch(together: InBatch) -> bool:
     return twice.numel() > 2 * together.output.numel()
 
 
-def _first_changed_module(together: InBatch) -> str | None:
+def _first_changed_module(together: BatchOutput) -> str | None:
     count = together.batch.count
     with_others = _outputs_of_sample_0(together, range(count))
     by_itself = _outputs_of_sample_0(together, [0] * count)
@@ -100,7 +100,7 @@ def _first_changed_module(together: InBatch) -> str | None:
     return None
 
 
-def _outputs_of_sample_0(together: InBatch, samples: Sequence[int]) -> list[tuple[str, Tensor]]:
+def _outputs_of_sample_0(together: BatchOutput, samples: Sequence[int]) -> list[tuple[str, Tensor]]:
     """Run some samples, and return what each module gave for the first of them, in order."""
     seen: list[tuple[str, Tensor]] = []
     count = together.batch.count

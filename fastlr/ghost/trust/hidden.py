@@ -16,7 +16,7 @@ from fastlr.errors import HiddenParameterError, few
 from fastlr.ghost.graph.walk import Graph
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
-from fastlr.ghost.trust.agreement import agree, gap, low_precision
+from fastlr.ghost.trust.agreement import agree, computes_in_few_digits, gap
 from fastlr.ghost.trust.copies import deep_copies
 
 _LARGE_MOVE = 0.5  # of a parameter, in parts of its size
@@ -78,7 +78,7 @@ def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str
 
     A deep copy in more digits decides, if it moves like the model.
     """
-    if not _gaps_with(view, samples, z, names, _LARGE_MOVE).any():
+    if not _gaps_when_moved(view, samples, z, names, _LARGE_MOVE).any():
         return False
     for clone in deep_copies(view.module):
         of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
@@ -87,7 +87,7 @@ def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str
         cast = Batch(x, samples.count, samples.in_dim, samples.batched)
         try:
             z_of_copy = of_copy.outputs(cast.pick(range(samples.count)))
-            if _gaps_with(of_copy, cast, z_of_copy, names, _LARGE_MOVE).any():
+            if _gaps_when_moved(of_copy, cast, z_of_copy, names, _LARGE_MOVE).any():
                 return _moves_smoothly(of_copy, cast, z_of_copy, names)
         except Exception:  # whatever a copy raises
             continue
@@ -100,17 +100,17 @@ def _moves_smoothly(view: ModelView, samples: Batch, z: Tensor, names: Sequence[
     Scores of hard routing move it by a choice alone, which has no gradient: a tenth of a change
     moves it not at all, or as far.
     """
-    low = low_precision(z.device, {p.dtype for p in view.parameters.values()})
+    low = computes_in_few_digits(z.device, {p.dtype for p in view.parameters.values()})
     small = _SMALL_MOVE_IN_FEW_DIGITS if low else _SMALL_MOVES[z.dtype]
-    gaps = _gaps_with(view, samples, z, names, small)
-    of_a_tenth = _gaps_with(view, samples, z, names, small / 10)
+    gaps = _gaps_when_moved(view, samples, z, names, small)
+    of_a_tenth = _gaps_when_moved(view, samples, z, names, small / 10)
     for largest, part in ((gaps.max(), of_a_tenth.max()), (gaps.median(), of_a_tenth.median())):
         if 4 * part < largest < 25 * part:
             return True
     return False
 
 
-def _gaps_with(
+def _gaps_when_moved(
     view: ModelView, samples: Batch, z: Tensor, names: Sequence[str], size: float
 ) -> Tensor:
     """Return how far elements of an output move with parameters moved at random by ``size``.

@@ -22,18 +22,18 @@ from fastlr.errors import (
 from fastlr.ghost.fusion.forward import ForwardPass
 from fastlr.ghost.model.batch import Batch, copied
 from fastlr.ghost.model.view import FAILURES
-from fastlr.ghost.model.writes import passes_write
-from fastlr.ghost.trust.agreement import agree, unexplained
+from fastlr.ghost.model.writes import passes_have_written
+from fastlr.ghost.trust.agreement import agree, output_tolerance
 from fastlr.ghost.trust.audits import SAMPLES, Refuted
-from fastlr.ghost.trust.company import InBatch
-from fastlr.ghost.trust.culprits import require_independence, require_not_random
+from fastlr.ghost.trust.company import BatchOutput
+from fastlr.ghost.trust.culprits import refuse_interaction, require_not_random
 from fastlr.ops.deferred_checks import out_of_memory
 
 # Samples that run alone in a comparison, where audits run three others; and if they may interact.
 SOME_ALONE = 5
 MANY_ALONE = 32
 FEW = 4  # samples that stand for a batch
-OTHER_SIZES = (30.0, -1 / 30)  # factors of two samples' values
+OTHER_MAGNITUDES = (30.0, -1 / 30)  # factors of two samples' values
 
 
 def evenly_spaced(count: int) -> list[int]:
@@ -53,13 +53,13 @@ class Independence:
         self.comparisons = 0
         self.suspicion = ""
 
-    def require(self, forward: ForwardPass, largest: int) -> list[int]:
+    def require_and_find_carriers(self, forward: ForwardPass, largest_compared: int) -> list[int]:
         """Require that the samples of a batch give the same in other company.
 
         Args:
             forward: Forward pass over the batch.
-            largest: Number of elements of the largest batch of this structure that was compared; 0
-                if there is none.
+            largest_compared: Number of elements of the largest batch of this structure that was
+                compared; 0 if there is none.
 
         Returns:
             Indices of the flattened inputs that carry samples.
@@ -70,15 +70,19 @@ class Independence:
             RandomForwardError: The model draws at random.
         """
         self.comparisons += 1
-        if passes_write():
+        if passes_have_written():
             _require_same_again(forward)
-        batch = self._find_carriers(forward, largest)
-        if not largest and not self.suspicion and _interacts_at_other_sizes(forward, batch):
+        batch = self._batch_with_carriers(forward, largest_compared)
+        if (
+            not largest_compared
+            and not self.suspicion
+            and _interacts_at_other_magnitudes(forward, batch)
+        ):
             self.suspicion = "samples of other sizes would interact"
-            batch = self._find_carriers(forward, largest)
+            batch = self._batch_with_carriers(forward, largest_compared)
         return batch.batched
 
-    def interaction(self, forward: ForwardPass) -> InteractionError:
+    def interaction_error(self, forward: ForwardPass) -> InteractionError:
         """Return the error for samples that interact. All later batches are compared.
 
         Raises:
@@ -87,7 +91,7 @@ class Independence:
         samples = forward.batch.part(evenly_spaced(forward.count))
         require_not_random(forward.view, samples)
         self.suspicion = "samples that interacted in an earlier batch"
-        require_independence(forward.view, samples)
+        refuse_interaction(forward.view, samples)
         return InteractionError(
             f"samples give another output within the batch of {forward.count} than in parts of it, "
             "or among copies of themselves: samples interact (as where experts have a capacity for "
@@ -95,7 +99,7 @@ class Independence:
             "batched. Make the forward pass work on each sample alone"
         )
 
-    def _find_carriers(self, forward: ForwardPass, largest: int) -> Batch:
+    def _batch_with_carriers(self, forward: ForwardPass, largest_compared: int) -> Batch:
         """Return the batch, with the inputs that carry samples: its parts must give the same."""
         batch = forward.batch
         failures: list[str] = []
@@ -103,7 +107,7 @@ class Independence:
         for carriers in _choices_of_carriers(forward, batch):
             trial = forward.view.batch(forward.x, forward.count, carriers)
             try:
-                is_same = self._is_same_in_other_company(forward, trial, largest)
+                is_same = self._is_same_in_other_company(forward, trial, largest_compared)
                 if is_same and differs:
                     is_same = _may_be_shared(forward, batch, trial)
             except Exception as error:  # a model may raise anything
@@ -115,14 +119,16 @@ class Independence:
                 return trial
             differs = True
         if differs:
-            raise self.interaction(forward)
+            raise self.interaction_error(forward)
         raise InputError(
             f"the model fails on parts of the {forward.count} samples ({failures[0]}); check "
             f"in_dim={forward.view.in_dim}, or pass inputs whose every batched tensor has the "
             "samples along it"
         )
 
-    def _is_same_in_other_company(self, forward: ForwardPass, batch: Batch, largest: int) -> bool:
+    def _is_same_in_other_company(
+        self, forward: ForwardPass, batch: Batch, largest_compared: int
+    ) -> bool:
         """Return True if the samples give the same in parts of the batch.
 
         The parts run as the model is written. The batch may have run folded.
@@ -130,8 +136,8 @@ class Independence:
         Raises:
             Refuted: They would give the same if the batch had not run folded.
         """
-        in_batch = InBatch(forward.view, batch, forward.z)
-        difference = in_batch.first_difference(self._companies(forward, largest))
+        in_batch = BatchOutput(forward.view, batch, forward.z)
+        difference = in_batch.first_difference(self._companies(forward, largest_compared))
         if difference is None:
             return True
         if forward.has_folded:
@@ -140,7 +146,7 @@ class Independence:
                 raise Refuted("the folded model gives another output")
         return False
 
-    def _companies(self, forward: ForwardPass, largest: int) -> list[list[int]]:
+    def _companies(self, forward: ForwardPass, largest_compared: int) -> list[list[int]]:
         """Return the companies in which samples run again, as lists of their numbers.
 
         These are two random halves of the batch; one sample as often as fills the batch; and some
@@ -152,13 +158,13 @@ class Independence:
         generator = torch.Generator().manual_seed(self.comparisons)
         order = torch.randperm(count, generator=generator).tolist()
         companies: list[list[int]] = []
-        if forward.elements > largest or self.suspicion:
+        if forward.elements > largest_compared or self.suspicion:
             if count > SAMPLES:
                 companies = [order[: count // 2], order[count // 2 :]]
             if count > 2:
                 companies.append(order[-1:] * count)
-        alone = MANY_ALONE if self.suspicion else max(1, min(SOME_ALONE, count - SAMPLES))
-        return companies + [[sample, sample] for sample in order[:alone]]
+        pairs = MANY_ALONE if self.suspicion else max(1, min(SOME_ALONE, count - SAMPLES))
+        return companies + [[sample, sample] for sample in order[:pairs]]
 
 
 def _require_same_again(forward: ForwardPass) -> None:
@@ -168,7 +174,7 @@ def _require_same_again(forward: ForwardPass) -> None:
     """
     view = forward.view
     first, again = [view.outputs(copied(forward.x)) for _ in range(2)]
-    relative = unexplained(first, view.parameters.values())
+    relative = output_tolerance(first, view.parameters.values())
     if not agree(first, again, relative, view.out_dim):
         raise RandomForwardError(
             "two forward passes on the same inputs differ: the model fits itself to its first "
@@ -201,7 +207,7 @@ def _may_be_shared(forward: ForwardPass, batch: Batch, trial: Batch) -> bool:
         return True
     whole = forward.view.batch(forward.x, forward.count, shared)
     output = forward.view.outputs(whole.pick(list(reversed(range(forward.count)))))
-    if not InBatch(forward.view, trial, forward.z).matches(range(forward.count), output):
+    if not BatchOutput(forward.view, trial, forward.z).matches(range(forward.count), output):
         return True  # their order matters, so they are no samples
     if all(leaf.ndim == 1 for leaf in leaves):
         return False
@@ -214,14 +220,14 @@ def _may_be_shared(forward: ForwardPass, batch: Batch, trial: Batch) -> bool:
     return True
 
 
-def _interacts_at_other_sizes(forward: ForwardPass, batch: Batch) -> bool:
+def _interacts_at_other_magnitudes(forward: ForwardPass, batch: Batch) -> bool:
     """Return True if a sample gives something else beside a far larger one.
 
     The model is not refused for that, as such values may not occur.
     """
-    two, view = batch.scaled(OTHER_SIZES), forward.view
+    two, view = batch.scaled(OTHER_MAGNITUDES), forward.view
     try:
-        together = InBatch(view, two, view.outputs(two.pick(range(2))))
+        together = BatchOutput(view, two, view.outputs(two.pick(range(2))))
         return together.first_difference([[1, 1]]) is not None
     except FAILURES as error:  # the model may take no such values
         if out_of_memory(error):

@@ -64,7 +64,7 @@ class Ladder:
         return context
 
     @contextmanager
-    def kept_if_it_fails(self) -> Iterator[None]:
+    def restored_on_failure(self) -> Iterator[None]:
         """Return to the present rung if this context ends with an error."""
         before = self.rung, self.reason
         try:
@@ -80,7 +80,7 @@ class Ladder:
         self.rung, self.reason = Rung(rung), reason
         return True
 
-    def step_down_after(self, error: Exception, *, uses_kernels: bool) -> bool:
+    def can_try_again_after(self, error: Exception, *, uses_kernels: bool) -> bool:
         """Step down after an error; return False if the measurement would fail again."""
         if isinstance(error, MeasureAgain):
             self.folding.blocks.refused |= error.unfolded

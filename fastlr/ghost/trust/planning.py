@@ -43,14 +43,14 @@ def new_plan(
         independence: Comparisons of the engine.
 
     Raises:
-        InteractionError, RandomForwardError, InputError: See `Independence.require`.
+        InteractionError, RandomForwardError, InputError: See `Independence`.
         HiddenParameterError: Parameters outside the graph move the output.
         MeasureAgain: Folded blocks have no rule for this batch.
     """
     graph = forward.graph
-    largest = earlier.largest if earlier else 0
+    largest_compared = earlier.largest_compared if earlier else 0
     if forward.count > 1:
-        forward.carriers = independence.require(forward, largest)
+        forward.carriers = independence.require_and_find_carriers(forward, largest_compared)
     elif earlier is None:
         require_not_random(forward.view, forward.batch)
     plan = replace(
@@ -58,9 +58,11 @@ def new_plan(
         key=key,
         carriers=forward.batch.batched,
         names=tuple(dict.fromkeys(graph.parameters.values())),
-        others=tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others),
+        unregistered=tuple(
+            f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.unregistered
+        ),
         dtype=graph.lowest_dtype(),
-        largest=max(forward.elements, largest),
+        largest_compared=max(forward.elements, largest_compared),
     )
     if forward.count > 1:
         _find_sides(forward, plan, earlier)
@@ -82,7 +84,7 @@ def _find_sides(forward: ForwardPass, plan: Plan, earlier: Plan | None) -> None:
     if earlier is not None and earlier.fits(graph):
         plan.classify(graph)
         return
-    other = None if graph.has_nested_tensors else _graph_of_another_number(forward)
+    other = None if graph.has_nested_tensors else _graph_of_another_batch_size(forward)
     graph.classify(other)
     if graph.side[-1] == PARAMETER:  # as in a part of a padded batch
         other = None
@@ -92,10 +94,10 @@ def _find_sides(forward: ForwardPass, plan: Plan, earlier: Plan | None) -> None:
         plan.measure_by_sample(plan.names, reason)
     if plan.sides != graph.side:
         plan.uses = Uses.of(graph)
-    plan.sides, plan.keys = graph.side, graph.keys
+    plan.sides, plan.node_keys = graph.side, graph.keys
 
 
-def _graph_of_another_number(forward: ForwardPass) -> Graph | None:
+def _graph_of_another_batch_size(forward: ForwardPass) -> Graph | None:
     """Return the graph of a pair of the samples, else of every sample twice, if it is the same."""
     graph, count = forward.graph, forward.count
     pair, twice = [0, count - 1], [*range(count)] * 2
@@ -126,7 +128,7 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
     if several:
         raise MeasureAgain(several)
     plan.uncovered = uncovered(graph)
-    places = [(node, output) for node in uses.at_node for output in range(graph.outputs(node))]
+    places = [(node, output) for node in uses.at_node for output in range(graph.output_count(node))]
     layouts: dict = {place: rows.layouts.get(place) for place in places}
     unknown = [place for place, layout in layouts.items() if layout is None]
     if unknown:

@@ -28,7 +28,7 @@ from fastlr.ops.cudnn import cudnn_as_user_set
 _WRONG_ALONE = OURS | {"NativeBatchNormBackward0"}
 
 
-class Beside(NamedTuple):
+class SampleResult(NamedTuple):
     """One sample, run beside copies of itself.
 
     Attributes:
@@ -54,7 +54,9 @@ class SingleSamples:
     batch: Batch
     parameters: Mapping[str, Tensor]
 
-    def run(self, sample: int, cotangents: Sequence[Tensor], *, alone: bool = False) -> Beside:
+    def run(
+        self, sample: int, cotangents: Sequence[Tensor], *, alone: bool = False
+    ) -> SampleResult:
         """Run one sample beside a copy of itself, or alone; the other way if the model fails so."""
         failures = []
         for copies in (1, 2) if alone else (2, 1):
@@ -64,7 +66,7 @@ class SingleSamples:
                 failures.append(error)
         raise failures[0]
 
-    def run_copies(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> Beside:
+    def run_copies(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> SampleResult:
         """Run one sample several times at once; the cotangents of its copies are zero.
 
         Torch's backward formulas may be wrong for a batch of one (see `_WRONG_ALONE`). Beside a
@@ -85,14 +87,14 @@ class SingleSamples:
             )
         if not z.requires_grad:
             zero = torch.zeros((), dtype=torch.float64, device=z.device)
-            return Beside(row, [[zero] * len(self.parameters) for _ in cotangents])
+            return SampleResult(row, [[zero] * len(self.parameters) for _ in cotangents])
         norms = []
         for number, v in enumerate(cotangents, 1):
             beside = torch.zeros_like(z, memory_format=torch.contiguous_format)
             self.view.row(beside, 0).copy_(v)
             more = number < len(cotangents)
             norms.append(exact_sq_norms(z, self.parameters, beside, retain=more))
-        return Beside(row, norms)
+        return SampleResult(row, norms)
 
 
 def norms_of_one(forward: ForwardPass, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
