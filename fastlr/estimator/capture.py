@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.model.attributes import Attributes
-from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.model.writes import put_back_writes
 from fastlr.ops.objects import INTERNAL, address
 from fastlr.ops.torch_private import forget_cublas_workspaces, stop_allocating_from
 
@@ -122,7 +122,7 @@ def graph_key(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
     These are the addresses and dtypes of tensors, and which are trained (their values may change);
     numbers and texts among the attributes of each module, and the code of its hooks.
     """
-    begin_pass(model)  # which puts back what passes have changed
+    put_back_writes(model)  # which puts back what passes have changed
     attributes = Attributes(model)
     tensors = [t for _, t in attributes.tensors] + [*others]
     memory = tuple((address(t), t.dtype, t.requires_grad) for t in tensors)

@@ -28,7 +28,7 @@ from fastlr.ghost.fusion.forward import require_finite
 from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.model.batch import Batch, as_inputs
-from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.model.writes import put_back_writes
 from fastlr.ghost.norms.cotangents import passes as engine_passes
 from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.audits import Draw, SampleAudit
@@ -89,7 +89,7 @@ class Replay:
         if form != self._form:
             raise ShapeChanged
         self.table.fill_(math.nan)  # a replay that writes nothing leaves it so
-        begin_pass(self.view.module)
+        put_back_writes(self.view.module)
         self.captured.replay(leaves)
         return self.table.clone(), self.bad | self.table.isnan().any()
 

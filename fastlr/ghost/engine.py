@@ -234,12 +234,13 @@ class Engine:
         self._latest_plans.put(key.without_shapes, plan)
         if self.ladder.rung == Rung.BY_SAMPLE:
             plan.measure_by_sample(plan.names, self.ladder.reason)
-        if passes_have_written():  # comparisons may have written what the backward pass reads
-            self._run_forward_again(forward, key)
+        comparisons_wrote_what_the_graph_reads = passes_have_written()
+        if comparisons_wrote_what_the_graph_reads:
+            self._renew_graph_spoilt_by_comparisons(forward, key)
         plan.classify(forward.graph)
         return plan
 
-    def _run_forward_again(self, forward: ForwardPass, key: Key) -> None:
+    def _renew_graph_spoilt_by_comparisons(self, forward: ForwardPass, key: Key) -> None:
         """Replace the graph of a batch by one of another pass."""
         forward.z = forward.run_again()
         forward.graph = walk(forward.z, self.parameters)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ghost.fusion.precomputed import Precomputed, take_precomputed
 from fastlr.ghost.graph.layouts import Regular
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
 from fastlr.ghost.norms.factors import Factor, NormsOnly
-from fastlr.ghost.norms.rules import Ready, Site, Unsupported, rule, take_ready
+from fastlr.ghost.norms.rules import Site, Unsupported, rule
 from fastlr.ops.activations import value_of
 from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import may_wait_for_device
@@ -280,7 +281,7 @@ class FoldedConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple:  # noqa: D102
-        found = take_ready(ctx, given) or FoldedConv.gradients(ctx, *given)
+        found = take_precomputed(ctx, given) or FoldedConv.gradients(ctx, *given)
         for role, needed in zip(INPUTS, ctx.needs_input_grad, strict=True):
             if not needed:
                 found.pop(role, None)
@@ -410,7 +411,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
-    node.ready = Ready(site.gradients, at_inputs)
+    node.ready = Precomputed(site.gradients, at_inputs)
     return {slot: NormsOnly(norms[node.roles[slot]]) for slot in slots}
 
 

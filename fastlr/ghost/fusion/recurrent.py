@@ -28,10 +28,11 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
 from fastlr.ghost.fusion.checkpoints import is_checkpointed
+from fastlr.ghost.fusion.precomputed import Precomputed, take_precomputed
 from fastlr.ghost.graph.layouts import Regular, Unsupported
 from fastlr.ghost.graph.rows import Step
 from fastlr.ghost.norms.factors import Dense, Factor, NormsOnly, Outer
-from fastlr.ghost.norms.rules import Ready, Site, rule, take_ready
+from fastlr.ghost.norms.rules import Site, rule
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.held import SharedContext
 from fastlr.ops.linear import raised
@@ -313,7 +314,7 @@ class Scan(torch.autograd.Function):
             raise RuntimeError(
                 "a model that differentiates its recurrent layers twice needs torch's own steps"
             )
-        sides, found = take_ready(ctx, gradients) or Scan.sweep(ctx, *gradients)
+        sides, found = take_precomputed(ctx, gradients) or Scan.sweep(ctx, *gradients)
         wanted = {
             role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed
         }
@@ -357,7 +358,7 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] not in WEIGHTS for slot in slots):
         raise Unsupported("inputs or initial states that are computed of parameters alone")
     sides, _ = swept = Scan.sweep(node, *site.gradients)
-    node.ready = Ready(site.gradients, swept)
+    node.ready = Precomputed(site.gradients, swept)
 
     def rows(t: Tensor) -> Tensor:
         return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]

@@ -127,6 +127,8 @@ TOLERANCE = {torch.float64: 1e-6}
 
 
 SINGLE = 1e-3
+NOISE = {torch.float64: 1e-12}
+NOISE_IN_SINGLE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,14 @@ class Marks:
         owner: [K^digits] which sample a number stands for; those beyond B stand for none (-1).
         size: K, the number of factors of a digit: 2^0 to 2^(K - 1).
         tolerance: relative, of a row's factor.
+        noise: Row sums that are nothing but rounding, in parts of the largest one.
     """
 
     factors: Tensor
     owner: Tensor
     size: int
     tolerance: float
+    noise: float
 
     @staticmethod
     def make(count: int, dtype: torch.dtype, device: torch.device) -> Marks:
@@ -164,8 +168,9 @@ class Marks:
         owner[numbers] = torch.arange(count)
         places = [numbers // size**place % size for place in range(digits)]
         check = torch.randint(size, (count,), generator=generator)
+        tolerance, noise = TOLERANCE.get(dtype, SINGLE), NOISE.get(dtype, NOISE_IN_SINGLE)
         factors = torch.exp2(torch.stack([*places, check]).double())
-        return Marks(factors.to(device), owner.to(device), size, TOLERANCE.get(dtype, SINGLE))
+        return Marks(factors.to(device), owner.to(device), size, tolerance, noise)
 
     def read(self, ratios: Tensor) -> Tensor:
         """Samples [rows] that factors [digits, rows] spell; -1 for a number of none."""
@@ -185,9 +190,7 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
         marked: row sums [passes, size] with marks.
         marks: the marks.
     """
-    # In parts of the largest sum: what is nothing but rounding, and nobody's.
-    noise = max(1e-12, marks.tolerance**3)
-    alive = plain > plain.max() * noise if plain.numel() else plain.bool()
+    alive = plain > plain.max() * marks.noise if plain.numel() else plain.bool()
     if isinstance(layout, Regular):
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - plain * factors).abs() > marks.tolerance * plain * factors

@@ -105,7 +105,7 @@ class Graph:
     unregistered: list[int]
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
-    root: Any = field(default=None, repr=False)  # holds the nodes (see `_root`)
+    keepalive: Any = field(default=None, repr=False)  # holds the nodes
     _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -283,7 +283,7 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     """
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
-    graph = Graph([], [], [], {}, [], root=_root(z))
+    graph = Graph([], [], [], {}, [], keepalive=_node_that_keeps_others_alive(z))
     stack: list = [z.grad_fn]
     inputs_of: dict = {}
     while stack:
@@ -317,7 +317,7 @@ def _sizes(metadata: Any) -> tuple[int, ...]:
     return RAGGED if metadata.is_nested_tensor else tuple(metadata.shape)
 
 
-def _root(z: Tensor) -> Any:
+def _node_that_keeps_others_alive(z: Tensor) -> Any:
     """Return a node above that of ``z``, which holds it without the memory of ``z``.
 
     A Python Function's node dies with the tensors and nodes that use its outputs, whoever else

@@ -161,7 +161,7 @@ class ModelState:
             for one in self.kept:
                 one.reattach()
 
-    def begin_pass(self) -> None:
+    def put_back_writes(self) -> None:
         """Put back what an earlier pass has changed, before another one."""
         if self._has_run:
             self.put_back()
@@ -170,7 +170,7 @@ class ModelState:
     @contextmanager
     def forward_pass(self, copies: bool) -> Iterator[None]:
         """Run a forward pass within this context, and see what it writes."""
-        self.begin_pass()
+        self.put_back_writes()
         for _, cache in emptied_caches():
             cache.clear()
         large = _held(self._large) if self.written is None else None
@@ -277,11 +277,11 @@ def tensor_caches(model: nn.Module) -> list[tuple[str, dict[Any, Tensor]]]:
     return (_state_of(model) or ModelState(model)).caches
 
 
-def begin_pass(model: nn.Module) -> None:
+def put_back_writes(model: nn.Module) -> None:
     """Put back what passes have changed in a model, before another one, or a look at the model."""
     state = _state_of(model)
     if state is not None:
-        state.begin_pass()
+        state.put_back_writes()
 
 
 def passes_have_written() -> bool:

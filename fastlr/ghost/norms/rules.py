@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,26 +89,6 @@ class Site:
         """Raise Unsupported unless the samples are along axis ``dim`` of the output."""
         if self.layout.dim != dim:
             raise Unsupported(f"samples along axis {self.layout.dim}, not {dim}")
-
-
-class Ready(NamedTuple):
-    """What a rule has computed for a node of ours before the backward pass reaches it.
-
-    Attributes:
-        at_outputs: the gradients at the node's outputs of which it was computed.
-        found: what was.
-    """
-
-    at_outputs: Sequence[Tensor | None]
-    found: Any
-
-
-def take_ready(node: Any, gradients: Sequence[Tensor | None]) -> Any:
-    """Return, once, what a rule has computed of these very gradients; None if it has not."""
-    ready, node.ready = node.ready, None
-    if ready is None or not all(map(is_, ready.at_outputs, gradients)):
-        return None
-    return ready.found
 
 
 Rule = Callable[[Site, Sequence[int]], dict[int, Factor]]
@@ -466,16 +445,14 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         g.reshape(len(x), 1, channels, -1),
         wide(mean),
     )
-    if (
-        x.device.type == "cpu"
-        and float(torch.linalg.vector_norm(mean * rstd, torch.inf)) > LARGE_MEAN
-    ):
+    in_deviations = torch.linalg.vector_norm(mean * rstd, torch.inf)
+    statistics_have_lost_digits = x.device.type == "cpu" and float(in_deviations) > LARGE_MEAN
+    if statistics_have_lost_digits:
         if not hasattr(n, "_saved_eps"):
             raise Unsupported(
                 "means of many standard deviations, and this torch's node (as of 2.15) does not "
                 "tell eps"
             )
-        # The statistics themselves have lost digits.
         rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)
         var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)
         gx, rstd = gx - wide(off) * gs, torch.rsqrt(var + n._saved_eps)

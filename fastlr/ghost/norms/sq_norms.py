@@ -119,7 +119,7 @@ def sq_norms(
             if factors is not None:
                 norms.add_factors(uses, factors)
                 return
-        if _block_of(site.node):
+        if _block_of(site.node) in unfolded:
             return
         if not keep:
             raise MeasureAgain

@@ -19,6 +19,8 @@ _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
 _PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
+# Squared norms that are nothing but rounding, in parts of the tolerance and the sample's total.
+NOISE, NOISE_IN_FEW_DIGITS = 1e-9, 0.1
 NORMS_IN_FEW_DIGITS = 0.1  # relative difference of squared norms that is rounding
 LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
 
@@ -64,14 +66,14 @@ def agree(
     if torch.equal(a, b):
         return True
     # The size that is asked below is never less than an element's own, and takes longer.
-    if a.numel() <= _PART and (gap(a, b) <= relative * _finite(a)).all():
+    if a.numel() <= _PART and (gap(a, b) <= relative * _finite_size(a)).all():
         return True
-    rows = _typical_of_rows(a, b)
+    rows, in_few_digits = _medians_of_samples(a, b), relative > LARGEST_OF_FLOAT32
     step = max(1, _PART // len(a))
     for start in range(0, a.shape[1], step):
         part = slice(start, start + step)
-        size = rows if relative > LARGEST_OF_FLOAT32 else _size_of_others(a, b, part, rows)
-        allowed = relative * torch.maximum(_finite(a[:, part]), size)
+        size = rows if in_few_digits else _median_of_sample_or_column(a, b, part, rows)
+        allowed = relative * torch.maximum(_finite_size(a[:, part]), size)
         if rounding is not None:
             allowed = allowed + rounding.flatten()[part]
         if (gap(a[:, part], b[:, part]) > allowed).any():
@@ -91,28 +93,28 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
     return a, b
 
 
-def _finite(a: Tensor) -> Tensor:
+def _finite_size(a: Tensor) -> Tensor:
     return torch.where(a.isfinite(), a.double().abs(), 0.0)
 
 
-def _size_of_others(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
+def _median_of_sample_or_column(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
     """Return the size of the other elements of an element's sample, or column if that is less."""
-    return torch.minimum(rows, _typical(a[:, part], b[:, part], 0))
+    return torch.minimum(rows, _median_of_differing(a[:, part], b[:, part], 0))
 
 
-def _typical_of_rows(a: Tensor, b: Tensor) -> Tensor:
+def _medians_of_samples(a: Tensor, b: Tensor) -> Tensor:
     """Median size of each sample's elements, of some of them where there are many."""
     every = max(1, a.shape[1] // _SEEN)
-    return _typical(a[:, ::every], b[:, ::every], 1)
+    return _median_of_differing(a[:, ::every], b[:, ::every], 1)
 
 
-def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
+def _median_of_differing(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """Median size along an axis of what is not the same to the bit, as masks are."""
     sizes = torch.where((a == b) | ~a.isfinite(), torch.nan, a.double().abs())
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def typical_size(row: Tensor) -> float:
+def median_size(row: Tensor) -> float:
     """Return the median size of the finite elements of one sample's output."""
     sizes = row.detach().double().abs()
     return float(sizes[sizes.isfinite()].median().nan_to_num(0.0)) if sizes.numel() else 0.0
@@ -130,8 +132,9 @@ def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Te
         total: Squared norms of all parameters together.
         close: Relative difference that is rounding.
     """
-    part = 0.1 * close if close > LARGEST_OF_FLOAT32 else 1e-9 * close
-    return (value - exact).abs() <= close * exact + part * total
+    in_few_digits = close > LARGEST_OF_FLOAT32
+    part_of_total = close * (NOISE_IN_FEW_DIGITS if in_few_digits else NOISE)
+    return (value - exact).abs() <= close * exact + part_of_total * total
 
 
 def outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
@@ -144,7 +147,7 @@ def outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) 
     few_digits = relative > LARGEST_OF_FLOAT32
     if a.dtype.itemsize < 4:
         a, b = a.float(), b.float()
-    of_others = (1.0 if few_digits else _PART_OF_OTHERS) * _typical_of_rows(a, b)
+    of_others = (1.0 if few_digits else _PART_OF_OTHERS) * _medians_of_samples(a, b)
     size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=of_others.to(a.dtype))
     size.mul_(NORMS_IN_FEW_DIGITS if few_digits else relative)
     same = (a == b) | (a.isnan() & b.isnan())

@@ -160,8 +160,8 @@ class SampleAudit:
         z: Output of the batch.
         one: Backward pass of the batch.
         table: Squared norms [parameters, B] of that pass.
-        whole: Function that returns the batch again.
-        forward: Function that runs the batch again as it was measured, and returns its output.
+        batch_again: Function that returns the batch again.
+        run_again: Function that runs the batch again as it was measured, and returns its output.
 
     Attributes:
         row: Output of the sample beside its copy.
@@ -184,16 +184,23 @@ class SampleAudit:
         z: Tensor,
         one: Pass,
         table: Tensor,
-        whole: Callable[[], Batch],
-        forward: Callable[[], Tensor],
+        batch_again: Callable[[], Batch],
+        run_again: Callable[[], Tensor],
     ) -> None:
-        self.view, self.sample, self.whole, self.forward = view, sample, whole, forward
+        self.view, self.sample, self.batch_again, self.run_again = (
+            view,
+            sample,
+            batch_again,
+            run_again,
+        )
         self.batch = batch.part(range(sample, sample + 1))
         narrow = torch.float16 in (plan.dtype, z.dtype, autocast_dtype(z.device))
-        self.own_v, self.of_unit = one.own(sample, view.out_dim, 0 if narrow else LARGEST_SCALE)
+        self.own_v, self.own_per_unit = one.own(
+            sample, view.out_dim, 0 if narrow else LARGEST_SCALE
+        )
         self.unit_v = view.row(one.v, sample)
         self.own_row = view.row(z, sample).detach().clone()
-        self.norms = table[:, sample] * self.of_unit
+        self.norms = table[:, sample] * self.own_per_unit
         by_sample = [name in plan.by_sample for name in view.parameters]
         self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
         self.tolerance = norm_tolerance(view.parameters.values(), plan.dtype, z.device)
@@ -232,7 +239,7 @@ class SampleAudit:
             larger, of_unit = map(torch.stack, beside.norms[1:])
             parameters = list(self.view.parameters.values())
             scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
-            scale.require(self.exact, of_unit, self.of_unit, parameters, scale.close)
+            scale.require(self.exact, of_unit, self.own_per_unit, parameters, scale.close)
         relative = output_tolerance(self.own_row, self.view.parameters.values())
         differs = outputs_may_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
@@ -246,7 +253,7 @@ class SampleAudit:
 
         Rounding is measured on samples of the batch.
         """
-        batch, shape = self.whole(), list(self.own_row.shape)
+        batch, shape = self.batch_again(), list(self.own_row.shape)
         shape[self.view.out_dim] = batch.count
         own = BatchOutput(self.view, batch, self.own_row.expand(shape))
         return own.matches([self.sample], self.row)
@@ -256,7 +263,7 @@ class SampleAudit:
         names = list(self.view.parameters)
         wrong = self._wrong(self.norms, self.exact)
         if wrong.any() and self.own_v.dtype != torch.float64:
-            within, loose = self._within(), max(0.01, 2 * self.tolerance)
+            within, loose = self._exact_within_batch(), max(0.01, 2 * self.tolerance)
             wrong &= self._wrong(self.norms, within) | self._wrong(within, self.exact, loose)
         share = (self.norms - self.exact).abs() / self.exact.sum()
         return {names[k]: float(share[k]) for k in wrong.nonzero().flatten().tolist()}
@@ -267,14 +274,14 @@ class SampleAudit:
         wrong = ~norms_close(norms, exact, self.exact.sum(), close)
         return wrong if self.by_sample is None else wrong & ~self.by_sample
 
-    def _within(self) -> Tensor:
+    def _exact_within_batch(self) -> Tensor:
         """Return the exact squared norms of the sample within the batch as it is measured.
 
         The other samples' cotangents are zero. In few digits, an activation near a kink may be on
         its other side when the sample is alone. Outputs then agree but for rounding, gradients
         less.
         """
-        z = self.forward()
+        z = self.run_again()
         cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
         self.view.row(cotangent, self.sample).copy_(self.own_v)
         return torch.stack(exact_sq_norms(z, self.view.parameters, cotangent))

@@ -22,9 +22,9 @@ from fastlr.ghost.trust.agreement import (
     agree,
     gap,
     has_half_precision,
+    median_size,
     output_tolerance,
     rounding,
-    typical_size,
 )
 from fastlr.ghost.trust.copies import deep_copies, outputs_of_copy
 from fastlr.ops.deferred_checks import out_of_memory
@@ -124,7 +124,7 @@ class BatchOutput:
                 if first is None:
                     first = view.row(z.detach(), 0)
                     lowest = walk(z, {}).lowest_dtype() if z.requires_grad else z.dtype
-                    most = rounding(lowest) * typical_size(first)
+                    most = rounding(lowest) * median_size(first)
                 if view.row(z, 0).shape != first.shape:
                     return None
                 apart = gap(z.detach(), first.expand_as(z)).nan_to_num(posinf=0.0)
@@ -148,6 +148,6 @@ class BatchOutput:
             off = gap(own, exact).nan_to_num(posinf=0.0).amax(self.view.out_dim)
             if own.dtype.itemsize < 4:  # an element may have little of it by chance
                 return MARGIN_OF_DIGITS * off.clamp(min=float(off.median()))
-            most = rounding(own.dtype) * typical_size(own)
+            most = rounding(own.dtype) * median_size(own)
             return (MARGIN_OF_DIGITS * off).clamp_(max=most)
         return None

@@ -24,7 +24,7 @@ from fastlr.errors import (
 from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
-from fastlr.ghost.model.writes import begin_pass
+from fastlr.ghost.model.writes import put_back_writes
 from fastlr.ghost.trust.agreement import agree, has_half_precision, rounding
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.modules import all_modules
@@ -68,7 +68,7 @@ def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def deep_copies(model: nn.Module) -> Iterator[nn.Module]:
     """Yield copies of a model in float64 and float32, as far as it can be copied."""
     for dtype in (torch.float64, torch.float32):
-        begin_pass(model)  # which puts back what passes have written
+        put_back_writes(model)  # which puts back what passes have written
         try:
             clone = deep_copy(model, dtype)
         except Exception:  # whatever objects and tensors that it holds raise
@@ -84,7 +84,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield module, name, value
 
 
-def move(parameters: Iterable[Tensor]) -> None:
+def add_noise(parameters: Iterable[Tensor]) -> None:
     """Add normal noise to parameters: of columns of unit length times 0.3, or of size 0.1."""
     generator = torch.Generator().manual_seed(0)
     for p in parameters:
@@ -140,7 +140,7 @@ def measured_on_copy(
         if outputs_of_copy(view, clone, samples, every) is None:
             continue
         try:
-            move(zero_parameters(p for p in clone.parameters() if p.requires_grad))
+            add_noise(zero_parameters(p for p in clone.parameters() if p.requires_grad))
             copied = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
             autocast = torch.autocast(view.device.type, enabled=False)
             with warnings_ignored(), never_cudnn(), autocast:

@@ -72,7 +72,8 @@ class Scale(NamedTuple):
             NonlinearBackwardError: They do not scale.
         """
         elements = norms.new_tensor([p.numel() for p in parameters])
-        faint = 1e-6 * norms.sum() if self.tiny < 1e-30 else norms.sum()
+        has_wide_range = self.tiny < 1e-30
+        faint = (1e-6 if has_wide_range else 1.0) * norms.sum()
         allowed = close * (norms + faint) + elements * self.tiny**2 * factor
         allowed = torch.maximum(allowed, elements * self.tiny**2)
         if not bool(((scaled * factor - norms).abs() <= allowed).all()):

@@ -163,7 +163,8 @@ class Independence:
                 companies = [order[: count // 2], order[count // 2 :]]
             if count > 2:
                 companies.append(order[-1:] * count)
-        pairs = MANY_ALONE if self.suspicion else max(1, min(SOME_ALONE, count - SAMPLES))
+        not_audited = count - SAMPLES
+        pairs = MANY_ALONE if self.suspicion else max(1, min(SOME_ALONE, not_audited))
         return companies + [[sample, sample] for sample in order[:pairs]]
 
 
@@ -203,13 +204,18 @@ def _may_be_shared(forward: ForwardPass, batch: Batch, trial: Batch) -> bool:
     """
     shared = [i for i in batch.batched if i not in trial.batched]
     leaves = [batch.leaves[i] for i in shared]
-    if all(torch.equal(leaf, leaf.flip(batch.in_dim)) for leaf in leaves):
+    have_no_order = all(torch.equal(leaf, leaf.flip(batch.in_dim)) for leaf in leaves)
+    if have_no_order:
         return True
     whole = forward.view.batch(forward.x, forward.count, shared)
     output = forward.view.outputs(whole.pick(list(reversed(range(forward.count)))))
-    if not BatchOutput(forward.view, trial, forward.z).matches(range(forward.count), output):
-        return True  # their order matters, so they are no samples
-    if all(leaf.ndim == 1 for leaf in leaves):
+    order_matters = not BatchOutput(forward.view, trial, forward.z).matches(
+        range(forward.count), output
+    )
+    if order_matters:  # so they are no samples
+        return True
+    are_numbers_of_samples = all(leaf.ndim == 1 for leaf in leaves)
+    if are_numbers_of_samples:
         return False
     warn(
         f"an input of shape {tuple(leaves[0].shape)} has as many rows as there are samples, and is "

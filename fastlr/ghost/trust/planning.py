@@ -53,8 +53,9 @@ def new_plan(
         forward.carriers = independence.require_and_find_carriers(forward, largest_compared)
     elif earlier is None:
         require_not_random(forward.view, forward.batch)
+    shared_by_all_shapes = earlier or Plan()
     plan = replace(
-        earlier or Plan(),  # all shapes of a structure share what rules cannot measure
+        shared_by_all_shapes,
         key=key,
         carriers=forward.batch.batched,
         names=tuple(dict.fromkeys(graph.parameters.values())),

@@ -25,7 +25,7 @@ from fastlr.ops.cudnn import cudnn_as_user_set
 
 # Torch's batch norm on a CPU, folded or not, is wrong for one sample: it takes the strides of a
 # transposed view for another memory format.
-_WRONG_ALONE = OURS | {"NativeBatchNormBackward0"}
+_WRONG_FOR_ONE_SAMPLE_ON_CPU = OURS | {"NativeBatchNormBackward0"}
 
 
 class SampleResult(NamedTuple):
@@ -55,11 +55,11 @@ class SingleSamples:
     parameters: Mapping[str, Tensor]
 
     def run(
-        self, sample: int, cotangents: Sequence[Tensor], *, alone: bool = False
+        self, sample: int, cotangents: Sequence[Tensor], *, alone_first: bool = False
     ) -> SampleResult:
         """Run one sample beside a copy of itself, or alone; the other way if the model fails so."""
         failures = []
-        for copies in (1, 2) if alone else (2, 1):
+        for copies in (1, 2) if alone_first else (2, 1):
             try:
                 return self.run_copies(sample, cotangents, copies)
             except FAILURES as error:
@@ -69,8 +69,7 @@ class SingleSamples:
     def run_copies(self, sample: int, cotangents: Sequence[Tensor], copies: int) -> SampleResult:
         """Run one sample several times at once; the cotangents of its copies are zero.
 
-        Torch's backward formulas may be wrong for a batch of one (see `_WRONG_ALONE`). Beside a
-        copy they are right.
+        Torch's backward formulas may be wrong for a batch of one. Beside a copy they are right.
 
         Args:
             sample: Number of the sample.
@@ -100,7 +99,7 @@ class SingleSamples:
 def norms_of_one(forward: ForwardPass, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
     """Return the squared norms [1] of a batch of one sample, by plain autograd."""
     parameters = forward.view.parameters
-    if not _is_right_alone(forward):
+    if not _autograd_is_right_for_one_sample(forward):
         return norms_by_loop(forward, v, parameters)
     with cudnn_as_user_set(forward.view.device):
         exact = exact_sq_norms(forward.z, parameters, v, retain=retain)
@@ -111,17 +110,17 @@ def norms_by_loop(
     forward: ForwardPass, v: Tensor, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] of some parameters by one pass per sample."""
-    view, alone = forward.view, _is_right_alone(forward)
+    view, alone = forward.view, _autograd_is_right_for_one_sample(forward)
     samples = SingleSamples(view, forward.batch, parameters)
     with cudnn_as_user_set(view.device):
-        passes = [samples.run(k, [view.row(v, k)], alone=alone) for k in range(forward.count)]
+        passes = [samples.run(k, [view.row(v, k)], alone_first=alone) for k in range(forward.count)]
     norms = zip(*(beside.norms[0] for beside in passes), strict=True)
     return dict(zip(parameters, map(torch.stack, norms), strict=True))
 
 
-def _is_right_alone(forward: ForwardPass) -> bool:
-    """Return True if autograd is right for a batch of one sample (see `_WRONG_ALONE`)."""
-    return _WRONG_ALONE.isdisjoint(forward.graph.names)
+def _autograd_is_right_for_one_sample(forward: ForwardPass) -> bool:
+    """Return True if autograd is right for a batch of one sample."""
+    return _WRONG_FOR_ONE_SAMPLE_ON_CPU.isdisjoint(forward.graph.names)
 
 
 def exact_sq_norms(

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.estimator.eval_mode import eval_mode
 from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
-from fastlr.ghost.trust.copies import deep_copy, move
+from fastlr.ghost.trust.copies import add_noise, deep_copy
 from fastlr.metrics.activation_hooks import FUNCTIONS, Watch, name_of
 from fastlr.metrics.unit_axes import CONVOLUTIONS, MOVES, named, place_of, tensors_in
 from fastlr.metrics.written_relus import ELEMENTWISE
@@ -317,7 +317,7 @@ def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool
     This is tried on every other unit of each layer.
     """
     subject, example = deep_copy(model, torch.float64), example.double()
-    move(subject.parameters())
+    add_noise(subject.parameters())
     tensors = {**dict(subject.named_parameters()), **dict(subject.named_buffers())}
     tried = [torch.arange(0, u.count, 2, device=example.device) for u in units]
     for u, rows in zip(units, tried, strict=True):
