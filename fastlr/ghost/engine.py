@@ -372,22 +372,24 @@ class Engine:
 
         Raises:
             Refuted: The copy was measured on a lower rung.
-            MeasureAgain: Rules do not measure some parameters of the copy.
+            MeasureAgain: Rules or folded blocks do not measure some parameters of the copy.
         """
         untested = set() if self.is_copy else untested_by_audits(self.view, plan)
         if untested <= plan.tested_on_copy or self._copies_made >= MOST_COPIES:
             return
-        self._copies_made += 1
         copy, _ = self.measure_on_copy(forward.batch, plan)
         if copy is None:
             plan.notes.append(
                 "no deep copy of it runs like the model: it was checked as it is alone"
             )
-        elif copy.ladder.rung > max(self.ladder.rung, Rung.PLAIN_TORCH):
+        elif forward.has_folded and copy.ladder.rung > max(self.ladder.rung, Rung.PLAIN_TORCH):
             raise Refuted(copy.ladder.reason)
+        self._copies_made += 1
         plan.tested_on_copy |= untested
-        if copy is not None and copy.plan is not None and plan.adopt(copy.plan):
-            raise MeasureAgain
+        if copy is not None and copy.plan is not None:
+            refuted = copy.ladder.refuted_blocks
+            if plan.adopt(copy.plan) or not refuted.keys() <= self.folding.blocks.refused.keys():
+                raise MeasureAgain(refuted)
 
     def measure_on_copy(
         self, batch: Batch, plan: Plan

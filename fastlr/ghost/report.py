@@ -167,7 +167,7 @@ class SupportReport:
         slow = [p for p in self.parameters if p.reason and p.route != "rule"]
         lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)
         lines += [
-            f"no rows known for {kind}: every batch is looked at anew, by three or more backward "
+            f"no rows known for {kind}: marks find them in every batch, by three or more backward "
             "passes, and no CUDA graph is made"
             for kind in self.without_rows
         ]

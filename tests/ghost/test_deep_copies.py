@@ -398,3 +398,21 @@ def test_large_gradients_of_float16_scale():
     x = samples((1, 96, 96), 3).half()
     got = norms(model, x, torch.ones(3, 192, 96))
     assert bool(got.isfinite().all())
+
+
+def test_failed_checks_on_copies_use_up_nothing():
+    class Faint(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, x):
+            h = torch.relu(self.a(x))
+            return self.b(h * (1 + 1e-4 * h.detach().float().mean()).to(h.dtype))
+
+    torch.manual_seed(0)
+    model = Faint().bfloat16()
+    x, v = torch.randn(16, 16).bfloat16(), torch.randn(16, 4).bfloat16()
+    for _ in range(10):
+        with raises(fastlr.InteractionError):
+            norms(model, x, v)

@@ -757,3 +757,13 @@ def test_functions_that_hold_other_values_have_engines_of_their_own():
     model, outputs = nn.Linear(3, 2), Outputs()
     first, second = (engine_for(model, outputs.of_a_text(key)) for key in ("logits", "loss"))
     assert first is not second
+
+
+def test_a_parameter_that_only_small_batches_use_is_refused_by_name():
+    def forward(m, x):
+        z = m.a(x)
+        return z + (m.w - m.w.detach()) * x[:, :4] if len(x) <= 2 else z
+
+    model = Written(forward, a=nn.Linear(6, 4), w=nn.Parameter(torch.randn(4)))
+    with pytest.raises(fastlr.errors.ModelError, match="norm of w"):
+        norms(model, torch.randn(7, 6), torch.randn(7, 4))

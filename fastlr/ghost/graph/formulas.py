@@ -37,7 +37,7 @@ def _call_own(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
     needed = [argument for argument, wanted in enumerate(node.needs_input_grad) if wanted]
     linked = [slot for slot, (child, _) in enumerate(node.next_functions) if child is not None]
     if len(needed) != len(linked) or max(needed) >= len(by_argument):
-        raise Unsupported(f"{node.name()} does not tell which of its arguments need a gradient")
+        raise Unsupported(f"{node.name()} does not say which of its arguments need a gradient")
     by_slot: list[Tensor | None] = [None] * len(node.next_functions)
     for slot, argument in zip(linked, needed, strict=True):
         by_slot[slot] = by_argument[argument]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Unsupported(Exception):
-    """Samples cannot be told apart here, or not in the way that a rule needs."""
+    """Samples cannot be separated here, or not in the way that a rule needs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Regular:
 class Ragged:
     """Axis ``dim`` holds rows of samples in any order.
 
-    ``ids`` [size] has the sample of each row (None until marks tell).
+    ``ids`` [size] has the sample of each row (None until marks have found them).
     """
 
     dim: int

@@ -107,7 +107,7 @@ def row_sums(gradient: Tensor, dim: int) -> Tensor:
 
 
 def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
-    """Row sums of a sparse gradient, such as that of an adjacency matrix; it stays sparse."""
+    """Return row sums of a sparse gradient, as of an adjacency matrix, without making it dense."""
     entries = gradient.detach().to_sparse_coo().coalesce()
     values, sparse_axes = entries.values(), entries.sparse_dim()  # [entries, *axes that are dense]
     if dim >= sparse_axes:
@@ -133,7 +133,7 @@ NOISE_IN_SINGLE = 1e-9
 
 @dataclass(frozen=True)
 class Marks:
-    """Known factors for the samples' cotangents, that tell the samples apart.
+    """Known factors of the samples' cotangents, which identify the samples.
 
     There is one row of factors for each marked backward pass.
 

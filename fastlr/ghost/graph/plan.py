@@ -126,11 +126,11 @@ class Plan:
         """Measure parameters in a slower way: by the formulas of their nodes, then by sample.
 
         Returns:
-            False if all of them are measured by sample already.
+            False if none of them can: all are measured by sample, or are not in the graph.
         """
-        lower = [name for name in names if name not in self.by_sample]
+        lower = [name for name in names if name in self.names and name not in self.by_sample]
         for name in lower:
-            keys = [use.key for use in self.uses.of_name[name]]
+            keys = [use.key for use in self.uses.of_name.get(name, ())]
             if all(key in self.by_node for key in keys):
                 self.by_sample[name] = reason
             else:

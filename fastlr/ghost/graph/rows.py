@@ -8,7 +8,7 @@ it hands to an input has, in the rows of a sample, only what came from that samp
 gradient at its output, for any values of its operands. That depends on the node's kind and on the
 axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are
 not listed here, and listed ones that sum, contract or permute along the samples' axis, are not
-trusted: below them the rows are found anew in every batch (fastlr.ghost.graph.marks).
+trusted: below them, marks find the rows in every batch (fastlr.ghost.graph.marks).
 
 A kind that has a rule says there how it keeps rows (`rows=` of fastlr.ghost.norms.rules.rule, which
 calls `register`). The kinds below are those without a rule.
@@ -81,8 +81,8 @@ def register(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
 
     Args:
         kinds: names of autograd's nodes.
-        rows: tells where a sample's rows are in an input's gradient, from where they are in the
-            output's; None where they cannot be told.
+        rows: Function of a step that returns where a sample's rows are in the input's gradient;
+            None if that is unknown.
         read: what the nodes have saved of the axes along which they work.
     """
     for kind in kinds:

@@ -1,7 +1,7 @@
 """The autograd graph of an output, walked once: every node, every use of every parameter.
 
 In: an output ``z`` of a forward pass and the parameters by name (`walk`). Out: a `Graph`, nodes in
-post-order, which after `Graph.classify` tells three sides apart. *Parameter-side* nodes compute
+post-order. `Graph.classify` gives each node one of three sides. *Parameter-side* nodes compute
 something of parameters alone (a transposed weight, W + B A, a normalised weight). *Sample-side*
 nodes have a sample axis. The others have no parameter below them. A `Use` is a parameter-side input
 of a sample-side node: there the gradient of each sample can be had, and nowhere below.

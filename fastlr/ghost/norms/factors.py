@@ -97,7 +97,7 @@ class Dense(Factor):
 class Outer(Factor):
     """sum_t g_t a_t^T for each of N groups: a [B, N, T, I], g [B, N, T, O].
 
-    The tensor has shape ``shape``, that of (N, O, I), or of (N, I, O) if ``inputs_first``.
+    The tensor has shape ``shape``: (N, O, I), or (N, I, O) if ``inputs_first``.
     """
 
     a: Tensor
@@ -275,7 +275,7 @@ def _merge(factors: list[Factor]) -> list[Factor]:
 def join(alike: Sequence[Any], axis: int) -> Any:
     """Return one factor of several of the same form: a single one itself, as it may be large.
 
-    Along axis 0 it has the samples of all. Along that of the rows it is their sum.
+    Along axis 0 it has the samples of all. Along the axis of the rows it is their sum.
     """
     if len(alike) == 1:
         return alike[0]

@@ -111,7 +111,7 @@ def rule(
         about: what the rule covers (the table of supported operations).
         rows: how the node keeps the rows of a sample apart (fastlr.ghost.graph.rows), such as
             `elementwise`; None: it is not known, so that below such nodes the samples' rows are
-            found anew in every batch, by three to five more backward passes at 3 to 300 samples,
+            found in every batch, by three to five more backward passes at 3 to 300 samples,
             and no CUDA graph is made.
         read: what ``rows`` reads of the node without "_saved_": batches in which it differs are
             different ones.
@@ -350,7 +350,7 @@ def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         map(tuple, (n._saved_expand1, n._saved_expand2, n._saved_expand3, n._saved_sumdim))
     )
     if axes != ((1, 3), (0,), (1, 2), (2, 3)):
-        raise Unsupported("another product of three factors than that of bilinear")
+        raise Unsupported("a product of three factors other than bilinear")
     site.require_slot(slots, 1)
     site.require_axis(0)
     x, y, g = (site.split(t, 0) for t in (n._saved_i1, n._saved_i3, site.g))
@@ -451,7 +451,7 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         if not hasattr(n, "_saved_eps"):
             raise Unsupported(
                 "means of many standard deviations, and this torch's node (as of 2.15) does not "
-                "tell eps"
+                "have eps"
             )
         rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)
         var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)

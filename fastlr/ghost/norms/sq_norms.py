@@ -149,11 +149,11 @@ def _block_of(node: Any) -> str:
 
 
 class _NormsOfUses:
-    """Makes norms of parameters from the factors of their uses.
+    """Computes norms of parameters from the factors of their uses.
 
-    Those of a parameter that is used once are taken as its factor comes, or with those of others
-    where it is small; the factors of other parameters wait until all have come, as a parameter's
-    gradient is the sum over its uses.
+    If a parameter is used once, its norms are computed as soon as its factor arrives. Small factors
+    wait for others of their shape, so that one op serves all. Factors of other parameters wait
+    until all have arrived, as a parameter's gradient is the sum over its uses.
 
     Args:
         graph: classified.
@@ -176,7 +176,7 @@ class _NormsOfUses:
                 self._skipped.update(group.sources)
 
     def wanted(self, uses: list[Use]) -> list[Use]:
-        """Return those of the uses that parameters that are not skipped have a part in."""
+        """Return the uses of parameters that are not skipped."""
         return [use for use in uses if use.source not in self._skipped]
 
     def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
@@ -194,7 +194,7 @@ class _NormsOfUses:
             self._waiting.setdefault(use.source, []).append(factor)
 
     def add_waiting(self) -> None:
-        """Add the norms of factors that have waited: small ones, and those of parts of a sum."""
+        """Add the norms of all factors that have waited."""
         self._add_small()
         for group in self.uses.groups:
             factors = {s: self._waiting.pop(s) for s in group.sources if s in self._waiting}
@@ -203,7 +203,7 @@ class _NormsOfUses:
                     self._add(name, value)
 
     def _add_factor(self, name: str, factor: Factor) -> None:
-        """Add the norms of a factor: of a small one together with those of others of its shape.
+        """Add the norms of a factor; a small one waits for others of its shape.
 
         Of a few thousand elements an op costs its call more than its arithmetic.
         """
@@ -219,7 +219,7 @@ class _NormsOfUses:
             self._add_small()
 
     def _add_small(self) -> None:
-        """Add the norms of small factors that have waited: those of one shape by one op."""
+        """Add the norms of small factors that have waited, by one op per shape."""
         waiting, self._small, self._held = self._small, {}, 0
         for alike in waiting.values():
             names, factors = zip(*alike, strict=True)

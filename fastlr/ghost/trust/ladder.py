@@ -44,11 +44,13 @@ class Ladder:
     Attributes:
         rung: Current rung.
         reason: Why the engine has stepped down; "" if it has not.
+        refuted_blocks: Folded blocks with wrong norms, which run unfolded, and why.
     """
 
     def __init__(self, folding: Folding) -> None:
         self.folding = folding
         self.rung, self.reason = Rung.KERNELS, ""
+        self.refuted_blocks: dict[str, str] = {}
 
     def __str__(self) -> str:
         """Return the rung in words, and the reason."""
@@ -82,9 +84,11 @@ class Ladder:
 
     def can_try_again_after(self, error: Exception, *, uses_kernels: bool) -> bool:
         """Step down after an error; return False if the measurement would fail again."""
+        refused = self.folding.blocks.refused
         if isinstance(error, MeasureAgain):
-            self.folding.blocks.refused |= error.unfolded
-            return True
+            changes_something = not error.unfolded or not error.unfolded.keys() <= refused.keys()
+            refused |= error.unfolded
+            return changes_something
         reason = first_line(error)[:200]
         if isinstance(error, Refuted):
             return self._step_down_once(error, reason, uses_kernels)
@@ -99,7 +103,8 @@ class Ladder:
     def _step_down_once(self, error: Refuted, reason: str, uses_kernels: bool) -> bool:
         """Change the next thing that may make wrong norms right, and say so in a warning."""
         if error.blocks:
-            self.folding.blocks.refused |= dict.fromkeys(error.blocks, reason)
+            self.refuted_blocks |= dict.fromkeys(error.blocks, reason)
+            self.folding.blocks.refused |= self.refuted_blocks
             return True
         is_lower = uses_kernels and self.step_down(Rung.PLAIN_TORCH, reason)
         if not is_lower and self.folding.blocks.has_folded:
