@@ -765,5 +765,5 @@ def test_a_parameter_that_only_small_batches_use_is_refused_by_name():
         return z + (m.w - m.w.detach()) * x[:, :4] if len(x) <= 2 else z
 
     model = Written(forward, a=nn.Linear(6, 4), w=nn.Parameter(torch.randn(4)))
-    with pytest.raises(fastlr.errors.ModelError, match="norm of w"):
+    with raises(fastlr.errors.ModelError, match="norm of w"):
         norms(model, torch.randn(7, 6), torch.randn(7, 4))
