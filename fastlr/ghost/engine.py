@@ -387,9 +387,10 @@ class Engine:
         self._copies_made += 1
         plan.tested_on_copy |= untested
         if copy is not None and copy.plan is not None:
-            refuted = copy.ladder.refuted_blocks
-            if plan.adopt(copy.plan) or not refuted.keys() <= self.folding.blocks.refused.keys():
-                raise MeasureAgain(refuted)
+            refused, refuted = self.folding.blocks.refused, copy.ladder.refuted_blocks
+            more = {name: reason for name, reason in refuted.items() if name not in refused}
+            if plan.adopt(copy.plan) or more:
+                raise MeasureAgain(more)
 
     def measure_on_copy(
         self, batch: Batch, plan: Plan

@@ -41,10 +41,6 @@ class Recent(Generic[Key, Value]):
             self._entries.popitem(last=False)
         return value
 
-    def drop(self, key: Key) -> None:
-        """Forget the value of a key, if there is one."""
-        self._entries.pop(key, None)
-
     def clear(self) -> None:
         """Forget every value."""
         self._entries.clear()

@@ -1,5 +1,6 @@
 """Deep copies on which few digits and zeros are checked (fastlr.ghost.trust.copies)."""
 
+import copy
 import gc
 import threading
 import warnings
@@ -16,6 +17,7 @@ from torch import nn
 import fastlr
 from fastlr.errors import HiddenParameterError, InteractionError, NonlinearBackwardError
 from fastlr.ghost.api import engine_for
+from fastlr.ghost.fusion.conv_bn import FoldedConv
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -416,3 +418,25 @@ def test_failed_checks_on_copies_use_up_nothing():
     for _ in range(10):
         with raises(fastlr.InteractionError):
             norms(model, x, v)
+
+
+@mark.parametrize("error", [1.05, 1.15])
+def test_folded_norms_that_only_a_copy_refutes_are_measured_unfolded(error, monkeypatch):
+    """So small an error is within the tolerance of bfloat16."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(288, 4)).eval().bfloat16()
+    x, v = torch.randn(6, 3, 6, 6).bfloat16(), torch.randn(6, 4).bfloat16()
+    want = norms(model, x, v, per_parameter=True)["0.weight"]
+    right = FoldedConv.sq_norms
+
+    def wrong(ctx, *given):
+        at_inputs, of_parameters = right(ctx, *given)
+        return at_inputs, {k: t if t is None else error * t for k, t in of_parameters.items()}
+
+    monkeypatch.setattr(FoldedConv, "sq_norms", staticmethod(wrong))
+    again = copy.deepcopy(model)
+    for _ in range(2):
+        got = norms(again, x, v, per_parameter=True)["0.weight"]
+        torch.testing.assert_close(got, want, rtol=0.03, atol=0)
+    assert "0.weight" in engine_for(again).folding.blocks.refused
