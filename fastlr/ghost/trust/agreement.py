@@ -16,12 +16,14 @@ from torch import Tensor
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
-_SEEN = 4096  # columns whose median says how large a sample's outputs are
+_SEEN = 4096  # columns whose median is the scale of a sample's outputs
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
 _PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
 # Squared norms that are nothing but rounding, in parts of the tolerance and the sample's total.
 NOISE, NOISE_IN_FEW_DIGITS = 1e-9, 0.1
-NORMS_IN_FEW_DIGITS = 0.1  # relative difference of squared norms that is rounding
+# Relative difference of audited squared norms and outputs that is rounding: it adds up from layer
+# to layer.
+AUDITED_IN_FEW_DIGITS = 0.1
 LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
 
 
@@ -65,15 +67,18 @@ def agree(
     a, b = _by_sample(want, got, out_dim)
     if torch.equal(a, b):
         return True
-    # The size that is asked below is never less than an element's own, and takes longer.
+    # The scales that are computed below only allow more, and take longer.
     if a.numel() <= _PART and (gap(a, b) <= relative * _finite_size(a)).all():
         return True
-    rows, in_few_digits = _medians_of_samples(a, b), relative > LARGEST_OF_FLOAT32
+    scale_of_samples, in_few_digits = _scales_of_samples(a, b), relative > LARGEST_OF_FLOAT32
     step = max(1, _PART // len(a))
     for start in range(0, a.shape[1], step):
         part = slice(start, start + step)
-        size = rows if in_few_digits else _median_of_sample_or_column(a, b, part, rows)
-        allowed = relative * torch.maximum(_finite_size(a[:, part]), size)
+        scale = scale_of_samples
+        if not in_few_digits:
+            # Otherwise columns of 1e10 would hide what a column of ones does.
+            scale = torch.minimum(scale, _scales_without_masked(a[:, part], b[:, part], 0))
+        allowed = relative * torch.maximum(_finite_size(a[:, part]), scale)
         if rounding is not None:
             allowed = allowed + rounding.flatten()[part]
         if (gap(a[:, part], b[:, part]) > allowed).any():
@@ -97,20 +102,16 @@ def _finite_size(a: Tensor) -> Tensor:
     return torch.where(a.isfinite(), a.double().abs(), 0.0)
 
 
-def _median_of_sample_or_column(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
-    """Return the size of the other elements of an element's sample, or column if that is less."""
-    return torch.minimum(rows, _median_of_differing(a[:, part], b[:, part], 0))
-
-
-def _medians_of_samples(a: Tensor, b: Tensor) -> Tensor:
+def _scales_of_samples(a: Tensor, b: Tensor) -> Tensor:
     """Median size of each sample's elements, of some of them where there are many."""
     every = max(1, a.shape[1] // _SEEN)
-    return _median_of_differing(a[:, ::every], b[:, ::every], 1)
+    return _scales_without_masked(a[:, ::every], b[:, ::every], 1)
 
 
-def _median_of_differing(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """Median size along an axis of what is not the same to the bit, as masks are."""
-    sizes = torch.where((a == b) | ~a.isfinite(), torch.nan, a.double().abs())
+def _scales_without_masked(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Median size along an axis, without masked elements, which have one constant in both."""
+    masked = (a == b) | ~a.isfinite()
+    sizes = torch.where(masked, torch.nan, a.double().abs())
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
@@ -137,19 +138,25 @@ def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Te
     return (value - exact).abs() <= close * exact + part_of_total * total
 
 
-def outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
-    """Return on the device whether outputs of one sample differ by more than needs no explanation.
+def audited_outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+    """Return on the device whether outputs of an audited sample differ by more than rounding.
 
-    An element is judged by its own size and, as far as rounding goes, by the sample's others. In
-    few digits rounding adds up from layer to layer: as much is allowed as of norms.
+    In few digits it allows more than `agree`: as much as audits allow norms. An element that is
+    nearly zero is judged by the scale of its sample.
+
+    Args:
+        own: Output of the sample beside its copy.
+        got: Its output within the batch.
+        relative: Difference, in parts of an element's size, that needs no explanation.
+        out_dim: Sample axis.
     """
     a, b = _by_sample(own, got, out_dim)
-    few_digits = relative > LARGEST_OF_FLOAT32
+    in_few_digits = relative > LARGEST_OF_FLOAT32
     if a.dtype.itemsize < 4:
         a, b = a.float(), b.float()
-    of_others = (1.0 if few_digits else _PART_OF_OTHERS) * _medians_of_samples(a, b)
-    size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=of_others.to(a.dtype))
-    size.mul_(NORMS_IN_FEW_DIGITS if few_digits else relative)
+    least = (1.0 if in_few_digits else _PART_OF_OTHERS) * _scales_of_samples(a, b)
+    size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=least.to(a.dtype))
+    size.mul_(AUDITED_IN_FEW_DIGITS if in_few_digits else relative)
     same = (a == b) | (a.isnan() & b.isnan())
     return ~(same | ((a - b).abs_() <= size)).all()
 
@@ -174,5 +181,5 @@ def norm_tolerance(
     if dtypes == {torch.float64}:
         dtypes = {lowest}
     if computes_in_few_digits(device, dtypes):
-        return NORMS_IN_FEW_DIGITS
+        return AUDITED_IN_FEW_DIGITS
     return 1e-8 if dtypes == {torch.float64} else 1e-3
