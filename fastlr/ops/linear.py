@@ -262,30 +262,13 @@ def channel_sums(
 
     Returns:
         (sum of g (x - mean), sum of g), both [B, C], float64.
-
-    Both sums are made in one pass, by the backward of a batch norm that only centres. Where it has
-    the mean and the scale differs by device: they are given as running and as saved statistics.
     """
     x, g = raised(x), raised(g)
-    count, images, channels = x.shape[:3]
-    if images > 1 or x.ndim == 3:
-        axes = [1, *range(3, x.ndim)]
-        if mean is None:
-            return (g * x).sum(axes), g.sum(axes)
-        return (x - mean.to(x.dtype).view(len(mean), 1, channels, *[1] * (x.ndim - 3))).mul_(g).sum(
-            axes
-        ), g.sum(axes)
-    one = x.new_ones(count * channels)
-    centre = (
-        torch.zeros_like(one)
-        if mean is None
-        else mean.to(x.dtype).expand(count, channels).reshape(-1)
-    )
-    flat = (t.reshape(1, count * channels, -1) for t in (g, x))
-    _, gx, gs = torch.ops.aten.native_batch_norm_backward(
-        *flat, one, centre, one, centre, one, False, 0.0, [False, True, True]
-    )
-    return gx.view(count, channels), gs.view(count, channels)
+    axes = [1, *range(3, x.ndim)]
+    if mean is None:
+        return (g * x).sum(axes), g.sum(axes)
+    mean = mean.to(x.dtype).view(len(mean), 1, x.shape[2], *[1] * (x.ndim - 3))
+    return (x - mean).mul_(g).sum(axes), g.sum(axes)
 
 
 def layer_norm_sums(
