@@ -44,11 +44,7 @@ def conv_grads(
     """
     # torch's own is wrong for some grouped convolutions whose channels are last in memory
     x, g, weight = x.contiguous(), g.contiguous(), weight.to(g.dtype).contiguous()
-    backward = torch.ops.aten.convolution_backward
-    mask = [False, True, False]
-    return torch.stack(
-        [backward(gb, xb, weight, None, *geometry, mask)[1] for xb, gb in zip(x, g, strict=True)]
-    )
+    return torch.stack([_library(xb, gb, weight, geometry) for xb, gb in zip(x, g, strict=True)])
 
 
 def conv_sq_norms(

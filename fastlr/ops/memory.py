@@ -22,10 +22,7 @@ def free_bytes(device: torch.device) -> int:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):
-        return 4 << 30
+    return total_bytes(device) // 2
 
 
 def total_bytes(device: torch.device) -> int:
