@@ -87,47 +87,27 @@ class Activated(torch.autograd.Function):
         return ops.run("activation_grad", g, tensor, ctx.activation), None, None
 
 
-class Metadata(NamedTuple):
-    """What a tensor is, without its numbers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Lazy(Tensor):
     """A result that has not been computed, or of which only a part has.
 
-    Its metadata, which blocks read often, are kept in Python: torch's own attributes ask
+    Its metadata, which blocks read often, are attributes of its own: those of a tensor ask
     `__torch_function__` first.
     """
 
     blocks: Blocks  # of the model, to be told what forbids folding
     value: Tensor | None  # the result, once somebody has needed its numbers
-    metadata: Metadata
+    shape: Any = None
+    ndim: Any = None
+    dtype: Any = None
+    device: Any = None
 
     @classmethod
     def standing_for(cls, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
         """Return a tensor of this class for a result of this kind."""
         self = wrapper_subclass(cls, shape, dtype, device)
-        self.metadata = Metadata(torch.Size(shape), dtype, device)
+        self.shape, self.ndim = torch.Size(shape), len(shape)
+        self.dtype, self.device = dtype, device
         return self
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override] # noqa: D102
-        return self.metadata.shape
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override] # noqa: D102
-        return len(self.metadata.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override] # noqa: D102
-        return self.metadata.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override] # noqa: D102
-        return self.metadata.device
 
     def compute(self) -> Tensor:
         """Return the tensor that the model would have here.
@@ -170,9 +150,6 @@ class Lazy(Tensor):
             # reached without torch's Python interface: autograd has not seen it
             lazy.blocks.refuse_all(f"{func} got a result past torch's Python interface")
         return func(*computed(args), **computed(kwargs or {}))
-
-    def __repr__(self) -> str:  # type: ignore[override] # noqa: D105
-        return repr(self.compute())
 
 
 class Product(Lazy):
