@@ -81,13 +81,15 @@ def philox4x32(
     return tuple(c.contiguous() for c in torch.broadcast_tensors(c0, c1, c2, c3))
 
 
+def _integer(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"{name} must be an integer, got {type(value).__name__}")
+    return value.__index__()
+
+
 def check_seed(seed: int) -> int:
     """Return ``seed`` as an int, or raise InputError unless it is an integer in ``[0, 2**64)``."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise InputError(
-            f"seed must be an integer, got {type(seed).__name__}: pass an int such as seed=0"
-        )
-    seed = seed.__index__()
+    seed = _integer("seed", seed)
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed must lie in [0, 2**64), got {seed}: use seed % 2**64")
     return seed
@@ -95,12 +97,7 @@ def check_seed(seed: int) -> int:
 
 def check_range(start: int, stop: int) -> tuple[int, int]:
     """Return (start, stop) as ints, or raise InputError unless ``0 <= start < stop <= 2**64``."""
-    for name, value in (("start", start), ("stop", stop)):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise InputError(
-                f"{name} must be an integer, got {type(value).__name__}: pass the index of a sample"
-            )
-    start, stop = start.__index__(), stop.__index__()
+    start, stop = _integer("start", start), _integer("stop", stop)
     if stop <= start:
         raise InputError(f"the range [{start}, {stop}) is empty: stop must be larger than start")
     if start < 0 or stop > 1 << 64:
@@ -154,17 +151,13 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
         index: ``[n]`` int64, the samples' indices (see :func:`indices`).
         stream: which use of randomness, one of ``STREAMS``.
         count: how many words a sample.
-        first: the first word; word k of a sample is the same whatever ``first`` and ``count``.
+        first: the first word; word k of a sample is the same whatever ``first`` and ``count``. A
+            sample has 2**34 words a stream.
 
     Returns:
         ``[n, count]`` int64 in ``[0, 2**32)``.
     """
     seed = check_seed(seed)
-    if count < 0 or first < 0 or first + count > 1 << 34:
-        raise InputError(
-            f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a "
-            "stream"
-        )
     blocks = torch.arange(
         first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device
     )
