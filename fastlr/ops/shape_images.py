@@ -40,20 +40,6 @@ WORDS_PER_SHAPE = (
 )
 
 
-class Bounds(NamedTuple):
-    """The least and greatest sizes of shapes, in pixels; both ends are included.
-
-    They bound the height and width of a rectangle and the radius of a circle.
-    """
-
-    least_height: int
-    greatest_height: int
-    least_width: int
-    greatest_width: int
-    least_radius: int
-    greatest_radius: int
-
-
 class Shapes(NamedTuple):
     """The shapes of n images in the order in which they are painted, S of them; all int64.
 
@@ -102,10 +88,13 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
 
 def shape_bounds(
     height: int, width: int, rectangle_sides: tuple[float, float], circle_radii: tuple[float, float]
-) -> Bounds:
+) -> list[int]:
     """Return the sizes that shapes may have in an image, from shares of its sides.
 
     Shares of radii are of the shorter side. Sizes are rounded down.
+
+    Returns:
+        Least and greatest height, width and radius, in pixels; both ends are included.
 
     Raises:
         InputError: Not two shares with 0 <= least <= greatest <= 1.
@@ -124,13 +113,11 @@ def shape_bounds(
         (width, rectangle_sides, 1),
         (min(height, width), circle_radii, 0),
     )
-    return Bounds(
-        *(
-            max(fewest, math.floor(length * share))
-            for length, shares, fewest in lengths
-            for share in shares
-        )
-    )
+    return [
+        max(fewest, math.floor(length * share))
+        for length, shares, fewest in lengths
+        for share in shares
+    ]
 
 
 def resolve_table(
@@ -321,15 +308,16 @@ def shape_images_at(
     out = torch.empty(len(index), *size, dtype=dtype, device=device, memory_format=memory_format)
     flat = out.permute(0, 2, 3, 1) if channels_last else out
     block = max(1, _BLOCK_PIXELS // (height * width))
-    drawn: dict[str, Any] = {
-        "size": size,
-        "rectangles": rectangles,
-        "circles": circles,
-        "seed": seed,
-    }
-    drawn |= {"rectangle_sides": rectangle_sides, "circle_radii": circle_radii}
     for part, numbers in zip(flat.split(block), index.split(block)):
-        shapes = draw_shapes(numbers, **drawn)
+        shapes = draw_shapes(
+            numbers,
+            size=size,
+            rectangles=rectangles,
+            circles=circles,
+            seed=seed,
+            rectangle_sides=rectangle_sides,
+            circle_radii=circle_radii,
+        )
         values = table[torch.arange(channels, device=device), shapes.colours]  # [n, 1 + S, C]
         pixels = paint(shapes, height, width).flatten(1)
         if channels_last:
