@@ -158,23 +158,10 @@ def _size(a: Any, by_sample: bool) -> Any:
     return _wide(a.abs() if isinstance(a, Tensor) else a)
 
 
-def with_strides(values: Tensor, t: Tensor) -> Tensor:
-    """Return a tensor with the shape and the strides of ``t``.
-
-    Args:
-        values: Its elements; of axes on which ``t`` is expanded (strides of 0) the first alone.
-        t: Tensor with the strides.
-    """
-    return (
-        torch.empty_strided(values.shape, t.stride(), dtype=values.dtype, device=values.device)
-        .copy_(values)
-        .expand(t.shape)
-    )
-
-
 def as_given(value: Any, like: Any) -> Any:
     """Return a tensor with dtype and strides of another of its shape; anything else as it is."""
     both_are = isinstance(value, Tensor) and isinstance(like, Tensor)
     if not both_are or value.shape != like.shape or 0 in like.stride():
         return value
-    return with_strides(value.to(like.dtype), like)
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device)
+    return made.copy_(value)

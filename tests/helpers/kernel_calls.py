@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ops.block import Block, changed
-from fastlr.ops.kernel_checks import compared, with_strides
+from fastlr.ops.kernel_checks import compared
 
 IMAGES = [  # options of shape_images and its like
     {
@@ -87,7 +87,9 @@ def _on(a: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if not isinstance(a, Tensor):
         return a
     kind = dtype if dtype is not None and a.dtype == torch.float32 else a.dtype
-    return with_strides(without_repeats(a).to(device, kind), a)
+    values = without_repeats(a)
+    made = torch.empty_strided(values.shape, a.stride(), dtype=kind, device=device)
+    return made.copy_(values).expand(a.shape)
 
 
 def without_repeats(t: Tensor) -> Tensor:
