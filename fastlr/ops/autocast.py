@@ -1,4 +1,4 @@
-"""TODO."""
+"""Autocast on a device: its dtype, and how to switch it off."""
 
 from __future__ import annotations
 
