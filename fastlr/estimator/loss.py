@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -23,11 +22,10 @@ from fastlr.ghost.engine import Engine
 from fastlr.ghost.fusion.recurrent import Unfused
 from fastlr.ghost.graph.formulas import dense
 from fastlr.ghost.graph.walk import walk
-from fastlr.ghost.model.arguments import arguments
 from fastlr.ghost.model.batch import copied
 from fastlr.ghost.model.refusals import refusals
-from fastlr.ghost.model.view import FAILURES, ModelView, OutputSelector, select_output
-from fastlr.ghost.model.writes import LARGE, forward_pass, passes_have_written
+from fastlr.ghost.model.view import FAILURES, ModelView, OutputSelector
+from fastlr.ghost.model.writes import LARGE, saving_copies
 from fastlr.ghost.trust.company import BatchOutput
 from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.compiled_parts import uncompiled
@@ -138,11 +136,7 @@ def redundancy_loss(
             refuse_mixed_gradients(engine, x)
         require_hooks_to_add(view)
         with sdpa_kernel(SDPBackend.MATH), Unfused(), PlainWeightNorm(), refusals(view, x):
-            if passes_have_written():
-                z = view.forward(copied(x))
-            else:  # buffers may change before the loss is differentiated
-                own = _copies_of_small_buffers(view.module)
-                z = select_output(_call_with(view.module, own, copied(x)), output)
+            z = _output_with_copies_of_buffers(view, x)
         if carriers is not None:
             _refuse_another_output(engine, x, z, carriers)
         _look_at(z, view.parameters)
@@ -169,23 +163,16 @@ def redundancy_loss(
     )
 
 
-def _call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
-    """Make a `call` with other parameters and buffers, wherever the model has them.
-
-    Each module is named once: of two names of one module, torch would put back the tensors of this
-    call, not the model's.
-    """
-    named = (*model.named_parameters(), *model.named_buffers())
-    held = {id(t): tensors[name] for name, t in named if name in tensors}
-    places = {
-        f"{prefix}.{key}" if prefix else key: held[id(tensor)]
-        for prefix, module in model.named_modules()
-        for entries in (module._parameters, module._buffers)
-        for key, tensor in entries.items()
-        if tensor is not None and id(tensor) in held
-    }
-    with arguments(x) as given, forward_pass(model), uncompiled():
-        return functional_call(model, places, *given, tie_weights=False)
+def _output_with_copies_of_buffers(view: ModelView, x: Any) -> Tensor:
+    """Return the output. Its graph has copies of small buffers, which training may write first."""
+    small = [buffer for buffer in view.module.buffers() if buffer.numel() <= LARGE]
+    try:
+        with saving_copies(small):
+            return view.forward(copied(x))
+    except RuntimeError as error:
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            raise
+    return view.forward(copied(x))  # torch.func takes no hooks of saved tensors
 
 
 def _check_arguments(reduction: Any, predictive: Any) -> None:
@@ -198,7 +185,7 @@ def _check_arguments(reduction: Any, predictive: Any) -> None:
 
 
 def _refuse_scripts(model: torch.nn.Module) -> None:
-    """Refuse scripted modules: they run with no copies of buffers in place of their own."""
+    """Refuse scripted modules: torch may give them wrong second derivatives."""
     scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         raise ModelError(
@@ -264,11 +251,6 @@ class PlainWeightNorm(TorchFunctionMode):
 
 def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
-
-
-def _copies_of_small_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    small = [(name, b) for name, b in model.named_buffers() if b.numel() <= LARGE]
-    return {name: buffer.clone() for name, buffer in small}
 
 
 def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:

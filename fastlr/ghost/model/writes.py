@@ -178,8 +178,7 @@ class ModelState:
         before = self._versions()
         saving: AbstractContextManager[Any] = nullcontext()
         if copies and self.written:
-            self._storages = {storage(one.bits) for one in self.kept}
-            saving = saved_tensors_hooks(self._pack, unpack)
+            saving = saving_copies(one.bits for one in self.kept)
         try:
             with saving:
                 yield
@@ -190,11 +189,6 @@ class ModelState:
                 if registry or entries:
                     refill(registry, entries or {})
             self._note(before, large)
-
-    def _pack(self, t: Tensor) -> tuple[Tensor, int]:
-        """Have a graph save a copy of a tensor that passes write."""
-        saved = (t.clone() if storage(t) in self._storages else t).detach()
-        return saved, saved._version
 
     def _versions(self) -> list[int]:
         with no_torch_function():
@@ -251,8 +245,19 @@ class ModelState:
             )
 
 
+def saving_copies(tensors: Iterable[Tensor]) -> saved_tensors_hooks:
+    """Have graphs that are made within this context save copies of some tensors."""
+    copied = {storage(t) for t in tensors}
+
+    def pack(t: Tensor) -> tuple[Tensor, int]:
+        saved = (t.clone() if storage(t) in copied else t).detach()
+        return saved, saved._version
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 def unpack(packed: tuple[Tensor, int]) -> Tensor:
-    """Return what a graph has saved by `ModelState`."""
+    """Return what a graph has saved within `saving_copies`."""
     saved, version = packed
     if saved._version != version:
         raise RuntimeError(
