@@ -20,7 +20,7 @@ from fastlr.ops.objects import number
 from fastlr.ops.torch_private import tree_flatten
 
 _PROCESS = uuid4().hex[:12]
-_OBJECT = "object"
+_OBJECT, _PREDICTIVE = "object", "predictive"  # kinds of identities
 
 
 def of_inputs(inputs: Any, used: int, seed: int) -> str:
@@ -34,48 +34,34 @@ def tells_all(identity: str) -> bool:
     return bool(identity) and identity.partition(":")[0] != _OBJECT
 
 
-def same_inputs(left: str, right: str) -> bool | None:
-    """Return whether two identities are of the same inputs, or None where that cannot be told."""
-    kind = left.partition(":")[0]
-    if not left or not right or kind != right.partition(":")[0]:
+def same(left: str, right: str) -> bool | None:
+    """Return whether two identities are of the same thing, or None where that cannot be told."""
+    kinds = {left.partition(":")[0], right.partition(":")[0]}
+    if not left or not right or (len(kinds) > 1 and _PREDICTIVE not in kinds):
         return None
     if left == right:
         return True
-    return None if kind == _OBJECT else False
+    return None if kinds == {_OBJECT} else False
 
 
-def of_predictive(predictive: Any, axes: int | None) -> dict[str, Any]:
-    """Return what identifies a predictive distribution, ready for JSON.
+def of_predictive(predictive: Any, axes: int | None) -> str:
+    """Return what identifies a predictive distribution; "" where nothing does.
 
     Args:
         predictive: the distribution.
-        axes: of the output that it was taken of, by which a class axis is counted from its end.
+        axes: of the output that it was taken of. A class axis is then counted from the end.
     """
     kind = type(predictive)
-    told: dict[str, Any] = {"class": kind.__name__}
+    if kind not in (Bernoulli, Categorical, DiagonalGaussian, Gaussian):
+        return _of_object(predictive)
+    values: dict[str, Any] = {}
     if kind in (Categorical, DiagonalGaussian):
-        told["dim"] = predictive.dim
-        told["from_end"] = None if axes is None else predictive.dim % axes - axes
+        values["dim"] = predictive.dim if axes is None else predictive.dim % axes - axes
     if kind is Categorical:
-        told["mask"] = _of_mask(predictive.mask)
-    elif kind is Gaussian:
-        told["sigma"] = float(predictive.sigma)
-    elif kind not in (Bernoulli, DiagonalGaussian):
-        told["class"] = f"{kind.__module__}.{kind.__qualname__}"
-        told["object"] = _of_object(predictive)
-    return told
-
-
-def same_predictive(left: dict[str, Any], right: dict[str, Any]) -> bool | None:
-    """Return whether two identities are of one distribution, None where that cannot be told."""
-    if not left or not right:
-        return None
-    if left["class"] != right["class"]:
-        return False
-    if "object" in left:
-        return True if left["object"] and left["object"] == right["object"] else None
-    same_axis = left.get("dim") == right.get("dim") or left["from_end"] == right["from_end"]
-    return same_axis and all(left.get(name) == right.get(name) for name in ("mask", "sigma"))
+        values["mask"] = _of_mask(predictive.mask)
+    if kind is Gaussian:
+        values["sigma"] = float(predictive.sigma)
+    return f"{_PREDICTIVE}:{kind.__name__} {values}"
 
 
 def _of_object(thing: Any) -> str:

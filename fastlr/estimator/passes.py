@@ -235,7 +235,7 @@ class Passes:
             else repr(self.predictive)
         )
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> str:
         """Return what identifies the distribution of the labels."""
         return of_predictive(self.predictive, self.axes)
 

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError, warn
-from fastlr.estimator.identity import same_inputs, same_predictive
+from fastlr.estimator.identity import same
 from fastlr.estimator.statistics import Moments, count, in_unit, ratio, real
-
-_TOLD = (
-    "Bernoulli",
-    "Categorical",
-    "DiagonalGaussian",
-    "Gaussian",
-)  # predictives whose text says all, but a mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +49,7 @@ class Estimate:
         inputs_digest: hash of the first and last inputs; estimates pair only where it agrees.
         inputs_identity: what tells all inputs from others: a hash of the values of TensorInputs,
             class, arguments and seed of generated ones. Those of other classes and data sets are
-            known as one object of this process. Empty in records from before.
+            known as one object of this process. Empty if nothing tells.
         predictive_identity: what tells the predictive from others, its mask by a hash.
         batch_size: inputs in a chunk (after halving, if memory ran out).
         dtype: autocast dtype (None: the model's own), as text.
@@ -87,7 +80,7 @@ class Estimate:
     versions: dict[str, str] = field(default_factory=dict)
     audits: int = 0
     inputs_identity: str = ""
-    predictive_identity: dict[str, Any] = field(default_factory=dict)
+    predictive_identity: str = ""
 
     @property
     def rel_stderr(self) -> float:
@@ -124,7 +117,6 @@ class Estimate:
             notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes)
         )
         record["per_parameter"] = dict(self.per_parameter)
-        record["predictive_identity"] = dict(self.predictive_identity)
         return record
 
     @classmethod
@@ -254,19 +246,16 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
 def _require_same(a: Estimate, b: Estimate) -> None:
     """Raise InputError where inputs or predictives differ, and warn of what cannot be told."""
     doubts = []
-    for what, same, beyond in (
-        (
-            "inputs",
-            same_inputs(a.inputs_identity, b.inputs_identity),
-            "their first two and the last",
-        ),
-        ("predictive", _same_predictive(a, b), "their text"),
+    for what, beyond in (
+        ("inputs", "their first two and the last"),
+        ("predictive", "their text"),
     ):
+        are_same = same(getattr(a, f"{what}_identity"), getattr(b, f"{what}_identity"))
         left, right = getattr(a, what), getattr(b, what)
         both = f"{left} and {right}" if left != right else f"{left}, twice, with other values"
-        if same is False:
+        if are_same is False:
             raise InputError(f"the estimates are not paired: {what} is {both}; measure both alike")
-        if same is None:
+        if are_same is None:
             doubts.append(f"{what} ({left}; {right}), known by {beyond} alone")
     if doubts:
         warn(
@@ -274,21 +263,6 @@ def _require_same(a: Estimate, b: Estimate) -> None:
             "The difference is paired only if they are; measure both with the same objects, or "
             "give the inputs as fastlr.TensorInputs of tensors"
         )
-
-
-def _same_predictive(a: Estimate, b: Estimate) -> bool | None:
-    """Return whether the predictives are the same; of records from before by their text."""
-    if a.predictive_identity and b.predictive_identity:
-        return same_predictive(a.predictive_identity, b.predictive_identity)
-    left, right = (e.predictive.removesuffix(" without padding") for e in (a, b))
-    if not left or not right:
-        return None
-    kinds = left.partition("(")[0], right.partition("(")[0]
-    if kinds[0] != kinds[1]:
-        return False
-    if left == right and kinds[0] in _TOLD and "mask" not in left:
-        return True
-    return False if kinds[0] == "Gaussian" else None
 
 
 def versions() -> dict[str, str]:

@@ -21,7 +21,7 @@ from fastlr.display.trend import Measurement, describe
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, InputError, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
-from fastlr.estimator.identity import of_inputs, of_predictive, same_inputs, same_predictive
+from fastlr.estimator.identity import of_inputs, of_predictive, same
 from fastlr.estimator.options import autocast_dtype, require_inputs
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.predictive import Categorical
@@ -195,9 +195,9 @@ class Meter:
         if not then:
             return []
         names = [name for name in ("n", "seed", "probe") if then[name] != now[name]]
-        if same_inputs(then["inputs"], now["inputs"]) is False and not names:
+        if same(then["inputs"], now["inputs"]) is False and not names:
             names.append("inputs")
-        if same_predictive(then["predictive"], now["predictive"]) is False:
+        if same(then["predictive"], now["predictive"]) is False:
             names.append("predictive")
         return names
 

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import replace
 
 import torch
 from exact import seeded
@@ -217,6 +216,3 @@ def test_stored_estimates_pair_as_they_did():
     for other in (old, first):
         with warned("inputs .*first two and the last alone"):
             assert paired_difference(old, other) == (0.0, 0.0)
-    gaussian = measured(fastlr.TensorInputs(rows()), predictive=fastlr.Gaussian())
-    assert not pairs(old, gaussian)
-    assert not pairs(replace(gaussian, predictive_identity={}), old)
