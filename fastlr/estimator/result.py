@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,7 +141,7 @@ class Estimate:
         except (TypeError, ValueError) as error:
             raise InputError(f"not a record of an estimate: {error}") from None
         for name in ("value", "stderr"):
-            _require_number(name, known[name])
+            real(f"not a record of an estimate: {name}", known[name])
         count("not a record of an estimate: n", result.n)
         return result
 
@@ -196,12 +195,6 @@ class Estimate:
         if path is not None:
             save_figure(figure, path)
         return figure
-
-
-def _require_number(name: str, value: Any) -> None:
-    """Raise InputError where a record's entry is no number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InputError(f"not a record of an estimate: {name} is {value!r}, not a number")
 
 
 def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:

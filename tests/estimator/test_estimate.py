@@ -400,9 +400,9 @@ def test_records():
 @mark.parametrize(
     ("change", "words"),
     [
-        ({"value": "a"}, "value is 'a', not a number"),
-        ({"value": None}, "value is None, not a number"),
-        ({"stderr": "a"}, "stderr is 'a', not a number"),
+        ({"value": "a"}, "value must be a number, not 'a'"),
+        ({"value": None}, "value must be a number, not None"),
+        ({"stderr": "a"}, "stderr must be a number, not 'a'"),
         ({"n": -3}, "n must be an integer of at least 1, not -3"),
         ({"per_sample": "a"}, "invalid data type"),
         ({"notes": 1}, "not iterable"),
