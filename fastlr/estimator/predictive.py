@@ -404,7 +404,38 @@ def _categorical_columns(
 
 
 @dataclass(frozen=True, eq=False)
-class Bernoulli(Predictive):
+class _ByElement(Predictive):
+    """A distribution whose Fisher matrix is diagonal."""
+
+    limit: int = field(default=1024, kw_only=True, repr=False)
+
+    @abstractmethod
+    def _label_or_root(self, z: Tensor, asked: _Asked) -> Tensor:
+        """Return the score of drawn labels, or the root of the Fisher matrix, in z's shape."""
+
+    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
+        v = self._label_or_root(z, asked)
+        if asked.probe == "rademacher":
+            return v * _drawn(signs, v, asked)
+        return v if asked.probe == "sampled" else self._columns(v, asked.sample_dim)
+
+    def _columns(self, root: Tensor, sample_dim: int) -> Iterator[Tensor]:
+        """Return the root at one element of each sample and zero elsewhere, for all elements."""
+        shape = [1 if axis == sample_dim else size for axis, size in enumerate(root.shape)]
+        number = torch.arange(math.prod(shape), device=root.device).view(shape)
+        self._check_count(number.numel(), "one for each output element")
+        return (torch.where(number == k, root, 0.0) for k in range(number.numel()))
+
+
+def _drawn(draw: Callable[..., Tensor], like: Tensor, asked: _Asked) -> Tensor:
+    """Return random numbers for the elements of all samples, in the shape of a tensor."""
+    moved = like.movedim(asked.sample_dim, 0)
+    numbers = draw(asked.index, moved[:1].numel(), asked.seed)
+    return numbers.view(moved.shape).movedim(0, asked.sample_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Bernoulli(_ByElement):
     """P(y = 1) = sigmoid(z) for each element of the output, independent, log-likelihoods summed.
 
     Rademacher: ``v = +-sqrt(p (1 - p)) = +-1 / (2 cosh(z/2))``, exact for one logit per sample.
@@ -415,35 +446,23 @@ class Bernoulli(Predictive):
             a sample.
     """
 
-    _: KW_ONLY
-    limit: int = 1024
-
-    def __repr__(self) -> str:
-        """Return the constructor call."""
-        return "Bernoulli()"
-
-    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
+    def _label_or_root(self, z: Tensor, asked: _Asked) -> Tensor:
         message = (
             "the output holds NaN where a sigmoid is taken: no predictive distribution exists; "
             "look for overflow in the model (its dtype, its weights)"
         )
         refuse_where(z.isnan(), lambda: NonFiniteError(message))
-        moved = z.movedim(asked.sample_dim, 0)
-        z = moved.reshape(len(asked.index), moved[:1].numel()).double()
-        if asked.probe == "sampled":
-            rare = torch.sigmoid(-z.abs())  # probability of the less likely label
-            drawn = uniforms(asked.index, z.shape[1], asked.seed) < rare
-            v = torch.where(drawn, 1 / (1 + (-z.abs()).exp()), -rare) * torch.where(
-                z > 0, -1.0, 1.0
-            )
-            return v.reshape(moved.shape).movedim(0, asked.sample_dim)
-        half = (-z.abs() / 2).exp()
-        root = half / (1 + half * half)
-        return _by_diagonal_root(self, root, asked, moved.shape)
+        z = z.double()
+        if asked.probe != "sampled":
+            half = (-z.abs() / 2).exp()
+            return half / (1 + half * half)
+        rare = torch.sigmoid(-z.abs())  # probability of the less likely label
+        v = torch.where(_drawn(uniforms, z, asked) < rare, 1 / (1 + (-z.abs()).exp()), -rare)
+        return v * torch.where(z > 0, -1.0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Gaussian(Predictive):
+class Gaussian(_ByElement):
     """P = N(output, sigma^2 I), log-likelihood summed over all output elements of a sample.
 
     Rademacher: ``v = xi / sigma`` with random signs. Sampled: ``v = noise / sigma`` with normal
@@ -456,8 +475,6 @@ class Gaussian(Predictive):
     """
 
     sigma: float = 1.0
-    _: KW_ONLY
-    limit: int = 1024
 
     def __post_init__(self) -> None:
         """Check sigma."""
@@ -466,27 +483,19 @@ class Gaussian(Predictive):
         if not (math.isfinite(self.sigma) and self.sigma > 0):
             raise InputError(f"sigma must be positive and finite, not {self.sigma}")
 
-    def __repr__(self) -> str:
-        """Return the constructor call."""
-        return f"Gaussian(sigma={self.sigma})"
-
-    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
+    def _label_or_root(self, z: Tensor, asked: _Asked) -> Tensor:
         message = (
             "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow "
             "in the model (its dtype, its weights)"
         )
         refuse_where(~z.isfinite(), lambda: NonFiniteError(message))
-        moved = z.movedim(asked.sample_dim, 0)
-        shape = (len(asked.index), moved[:1].numel())
         if asked.probe == "sampled":
-            v = normals(asked.index, shape[1], asked.seed) / self.sigma
-            return v.reshape(moved.shape).movedim(0, asked.sample_dim)
-        root = torch.full(shape, 1 / self.sigma, dtype=torch.float64, device=z.device)
-        return _by_diagonal_root(self, root, asked, moved.shape)
+            return _drawn(normals, z, asked) / self.sigma
+        return torch.full_like(z, 1 / self.sigma, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalGaussian(Predictive):
+class DiagonalGaussian(_ByElement):
     """P = N(mean, diag(deviation^2)), both learned, as a stochastic policy's or a forecast's.
 
     The output holds the means and then the logarithms of the deviations, in equal halves of the
@@ -505,16 +514,9 @@ class DiagonalGaussian(Predictive):
     """
 
     dim: int = -1
-    _: KW_ONLY
-    limit: int = 1024
 
-    def __repr__(self) -> str:
-        """Return the constructor call."""
-        return f"DiagonalGaussian(dim={self.dim})"
-
-    def _cotangent(self, z: Tensor, asked: _Asked) -> Tensor | Iterator[Tensor]:
-        sample_dim = asked.sample_dim
-        log_deviation = self._log_deviation(z, sample_dim)
+    def _label_or_root(self, z: Tensor, asked: _Asked) -> Tensor:
+        log_deviation = self._log_deviation(z, asked.sample_dim)
         precision = torch.exp(-log_deviation)
         message = (
             "the output holds NaN or infinity where a Gaussian's mean and log deviation are taken, "
@@ -524,14 +526,9 @@ class DiagonalGaussian(Predictive):
             ~(z.isfinite().all() & precision.isfinite().all()), lambda: NonFiniteError(message)
         )
         if asked.probe == "sampled":
-            moved = log_deviation.movedim(sample_dim, 0)
-            noise = normals(asked.index, moved[:1].numel(), asked.seed)
-            noise = noise.reshape(moved.shape).movedim(0, sample_dim)
+            noise = _drawn(normals, log_deviation, asked)
             return torch.cat([noise * precision, noise.square() - 1], self.dim)
-        root_two = torch.full_like(precision, math.sqrt(2))
-        root = torch.cat([precision, root_two], self.dim).movedim(sample_dim, 0)
-        rows = root.reshape(len(asked.index), root[:1].numel())
-        return _by_diagonal_root(self, rows, asked, root.shape)
+        return torch.cat([precision, torch.full_like(precision, math.sqrt(2))], self.dim)
 
     def _log_deviation(self, z: Tensor, sample_dim: int) -> Tensor:
         """Return the second half of the output, in float64."""
@@ -547,40 +544,3 @@ class DiagonalGaussian(Predictive):
                 "and then as many log deviations; a Gaussian of fixed deviation is Gaussian(sigma)"
             )
         return z.narrow(self.dim, size // 2, size // 2).double()
-
-
-def _by_diagonal_root(
-    predictive: Predictive,
-    root: Tensor,  # [B, E]
-    asked: _Asked,
-    shape: torch.Size,
-) -> Tensor | Iterator[Tensor]:
-    """Return cotangents by a diagonal root of the Fisher matrix.
-
-    For "exact" they are its columns one by one, for "rademacher" all of them with random signs.
-
-    Args:
-        predictive: for messages, and its limit of passes.
-        root: the diagonal, of each sample.
-        asked: of the predictive.
-        shape: of the output with its samples in front.
-    """
-    if asked.probe == "exact":
-        return _element_passes(predictive, root, shape, asked.sample_dim)
-    v = root * signs(asked.index, root.shape[1], asked.seed)
-    return v.reshape(shape).movedim(0, asked.sample_dim)
-
-
-def _element_passes(
-    predictive: Predictive, scale: Tensor, shape: torch.Size, sample_dim: int
-) -> Iterator[Tensor]:
-    """Return one cotangent for each element of a sample: ``scale`` [B, E] there, zero elsewhere."""
-    predictive._check_count(scale.shape[1], "one for each output element")
-
-    def passes() -> Iterator[Tensor]:
-        for element in range(scale.shape[1]):
-            v = torch.zeros_like(scale)
-            v[:, element] = scale[:, element]
-            yield v.reshape(shape).movedim(0, sample_dim)
-
-    return passes()
