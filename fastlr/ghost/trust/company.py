@@ -139,8 +139,8 @@ class BatchOutput:
         if not self._repeats(samples, own):
             return None
         digits = min(p.dtype.itemsize for p in self.view.parameters.values())
-        for clone in deep_copies(self.view.module):
-            exact = outputs_of_copy(self.view, clone, self.batch, samples)
+        for copied, dtype in deep_copies(self.view):
+            exact = outputs_of_copy(copied, dtype, self.batch, samples)
             if exact is None or exact.shape != own.shape:
                 continue
             if exact.dtype.itemsize <= digits:

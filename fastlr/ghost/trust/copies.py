@@ -65,15 +65,18 @@ def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return clone
 
 
-def deep_copies(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield copies of a model in float64 and float32, as far as it can be copied."""
+def deep_copies(view: ModelView) -> Iterator[tuple[ModelView, torch.dtype]]:
+    """Yield copies of a model in float64 and float32, as far as it can be copied.
+
+    A view holds its copy weakly: the copy lives until the next one.
+    """
     for dtype in (torch.float64, torch.float32):
-        put_back_writes(model)  # which puts back what passes have written
+        put_back_writes(view.module)  # which puts back what passes have written
         try:
-            clone = deep_copy(model, dtype)
+            clone = deep_copy(view.module, dtype)
         except Exception:  # whatever objects and tensors that it holds raise
             continue
-        yield clone
+        yield ModelView.of(clone, view.output, view.in_dim, view.out_dim), dtype
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -99,19 +102,17 @@ def zero_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def outputs_of_copy(
-    view: ModelView, clone: nn.Module, batch: Batch, samples: Sequence[int]
+    view: ModelView, dtype: torch.dtype, batch: Batch, samples: Sequence[int]
 ) -> Tensor | None:
-    """Return the outputs of a deep copy of a model.
+    """Return the outputs of a deep copy of a model, in a dtype.
 
     None where it does not run, is not finite, or does not follow the samples: its hooks may write
     into the model, so that it reads what another pass has left.
     """
-    dtype = next(clone.parameters()).dtype
-    of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
     try:
         with torch.autocast(view.device.type, enabled=False):
-            z = of_copy.outputs(batch.pick(samples, dtype))
-            turned = of_copy.outputs(batch.pick(samples[::-1], dtype))
+            z = view.outputs(batch.pick(samples, dtype))
+            turned = view.outputs(batch.pick(samples[::-1], dtype))
         follows = agree(z.flip(view.out_dim), turned, rounding(torch.float32), view.out_dim)
         return z if follows and not bool((z.isnan() | z.isposinf()).any()) else None
     except Exception:  # whatever a copy raises
@@ -135,13 +136,11 @@ def measured_on_copy(
             cannot be measured, nor can the model.
     """
     every = range(samples.count)
-    for clone in deep_copies(view.module):
-        dtype = next(clone.parameters()).dtype
-        if outputs_of_copy(view, clone, samples, every) is None:
+    for copied, dtype in deep_copies(view):
+        if outputs_of_copy(copied, dtype, samples, every) is None:
             continue
         try:
-            add_noise(zero_parameters(p for p in clone.parameters() if p.requires_grad))
-            copied = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
+            add_noise(zero_parameters(copied.parameters.values()))
             autocast = torch.autocast(view.device.type, enabled=False)
             with warnings_ignored(), never_cudnn(), autocast:
                 measured = measure(copied, samples.pick(every, dtype))

@@ -80,9 +80,7 @@ def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str
     """
     if not _gaps_when_moved(view, samples, z, names, _LARGE_MOVE).any():
         return False
-    for clone in deep_copies(view.module):
-        of_copy = ModelView.of(clone, view.output, view.in_dim, view.out_dim)
-        dtype = next(clone.parameters()).dtype
+    for of_copy, dtype in deep_copies(view):
         x = samples.pick(range(samples.count), dtype)
         cast = Batch(x, samples.count, samples.in_dim, samples.batched)
         try:
