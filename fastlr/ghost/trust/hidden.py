@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlr.errors import HiddenParameterError, few
 from fastlr.ghost.graph.walk import Graph
@@ -47,30 +47,12 @@ def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) 
     z = view.outputs(samples.pick(range(samples.count)))
     if _move_output(view, samples, z, absent):
         moved = [name for name in absent if _move_output(view, samples, z, [name])]
-        culprits = moved or absent
-        module = _module_to_blame(view.module, culprits)
-        kind = type(view.module.get_submodule(module)).__name__
         raise HiddenParameterError(
-            f"parameter {few(culprits, 1)} of module {module or '(root)'} ({kind}) "
-            "change the output but are not in its autograd graph: reentrant activation "
-            "checkpointing (use use_reentrant=False or switch it off), no_grad, detach or "
-            ".data in the forward pass; or freeze them with requires_grad_(False) if they "
-            "should not count"
+            f"parameter {few(moved or absent)} of {type(view.module).__name__} changes the output, "
+            "but is not in its autograd graph: reentrant activation checkpointing (use "
+            "use_reentrant=False or switch it off), no_grad, detach or .data in the forward pass; "
+            "or freeze it with requires_grad_(False) if it should not count"
         )
-
-
-def _module_to_blame(model: nn.Module, culprits: Sequence[str]) -> str:
-    """Return the innermost module that has the first culprit, and is checkpointed or has all.
-
-    Where there is none it is the child of the model that has the first.
-    """
-    module = culprits[0].rpartition(".")[0]
-    while "." in module:
-        checkpointed = "checkpoint" in repr(type(model.get_submodule(module))).lower()
-        if checkpointed or all(name.startswith(module + ".") for name in culprits):
-            break
-        module = module.rpartition(".")[0]
-    return module
 
 
 def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
