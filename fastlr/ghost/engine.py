@@ -28,7 +28,7 @@ from fastlr.ghost.fusion.conv_bn import folded_blocks_with
 from fastlr.ghost.fusion.forward import ForwardPass, run_measured
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph.plan import Key, Plan
-from fastlr.ghost.graph.walk import Graph, walk
+from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import Batch, inputs_key
 from fastlr.ghost.model.refusals import refusals
@@ -200,13 +200,13 @@ class Engine:
         begun = time.perf_counter()
         self.plan = None
         forward = ForwardPass.of(self.view, self.folding, x)
-        self._warn_of_unregistered(forward.graph)
         inputs = inputs_key(x, forward.count, self.view.in_dim)
         key = Key.of(flags, forward.graph, forward.count, inputs)
         audited = self.audited_plans.get(key)
         several = passes(cotangent, forward.z.detach(), self.view.out_dim)
         first = next(several)
         plan = self._plan_for(forward, key, audited)
+        self._warn_of_unregistered(plan)
         norms = self._norms(forward, plan, first, is_unaudited=audited is None)
         table = norms * first.unscaling
         for one in several:
@@ -423,19 +423,15 @@ class Engine:
                 f"{sample} of the batch"
             )
 
-    def _warn_of_unregistered(self, graph: Graph) -> None:
+    def _warn_of_unregistered(self, plan: Plan) -> None:
         """Warn, once, of tensors that move the output and are not counted."""
-        if not graph.unregistered or "others" in self._warned:
-            return
-        self._warned.add("others")
-        shapes = ", ".join(
-            str(tuple(graph.nodes[i].variable.shape)) for i in graph.unregistered[:4]
-        )
-        warn(
-            f"{len(graph.unregistered)} tensors of shapes {shapes} require grad and move the "
-            "output, but are not parameters of the model: they are not counted. Register them as "
-            "parameters if they should be"
-        )
+        if plan.unregistered and "others" not in self._warned:
+            self._warned.add("others")
+            warn(
+                f"{len(plan.unregistered)} tensors ({few(plan.unregistered)}) require grad and "
+                "move the output, but are not parameters of the model: they are not counted. "
+                "Register them as parameters if they should be"
+            )
 
     def _warn_of_loop(self, plan: Plan) -> None:
         """Warn, once of each, of parameters that are measured by the loop."""

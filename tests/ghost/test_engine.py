@@ -397,7 +397,7 @@ def test_parameters_outside_the_graph():
 def test_leaves_that_are_not_parameters_are_named():
     stray = draw(5).requires_grad_()
     model = linear(lambda m, x: m.a(x * stray))
-    with warned(r"shapes \(5,\) require grad .* not counted"):
+    with warned(r"shape \(5,\)\) require grad .* not counted"):
         agree_on_four(model)
     assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
 
