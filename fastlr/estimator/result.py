@@ -6,7 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -107,15 +107,12 @@ class Estimate:
 
     def to_dict(self, *, per_sample: bool = False) -> dict[str, Any]:
         """Return a dict for strict JSON (NaN as None), with the per-sample values if asked for."""
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = record.pop("per_sample")
-        if per_sample and values is not None:
-            record["per_sample"] = values.tolist()
+        record = asdict(replace(self, per_sample=None))
+        del record["per_sample"]
+        if per_sample and self.per_sample is not None:
+            record["per_sample"] = self.per_sample.tolist()
         record["stderr"] = None if math.isnan(self.stderr) else self.stderr
-        record.update(
-            notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes)
-        )
-        record["per_parameter"] = dict(self.per_parameter)
+        record["notes"] = list(self.notes)
         return record
 
     @classmethod
