@@ -51,8 +51,6 @@ class EstimateOptions:
     def __post_init__(self) -> None:
         """Check the arguments."""
         _refuse_classes(model=self.model, inputs=self.inputs, predictive=self.predictive)
-        if not isinstance(self.model, nn.Module):
-            raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
         require_inputs(self.inputs)
         require_predictive(self.predictive)
         if self.inputs_in_dim not in (0, self.in_dim):

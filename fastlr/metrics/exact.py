@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.estimator.statistics import count as checked_count
 
 Parameters = dict[str, Tensor]
 
@@ -72,8 +73,7 @@ def local_redundancy_exact(
 
     Source: paper, equations 1-4, Definition 3.1 and Theorem 3.4.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n must be an integer of at least 1, not {n!r}")
+    n = checked_count("n", n)
     if not isinstance(candidates, Tensor) or candidates.ndim < 1 or len(candidates) < 1:
         raise InputError("candidates must be a tensor [K, ...] with at least one input")
     steps = _steps(epsilon, etas)
