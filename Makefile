@@ -53,11 +53,11 @@ bench-peers: $(VENV)/.stamp-bench
 	$(BENCH) bench/test_peers.py --benchmark-json=bench/results/cpu/peers.json
 	$(VENV)/bin/python -m bench.table bench/results/cpu/peers.json --figure bench/results/cpu/peers.png
 
-# The paper's experiments, small: DATA is a folder with ETTh1.csv, ETTh2.csv and IMAGES, a folder or .zip file of images by
+# The paper's experiments, small: DATA is a folder with ETTh1.csv, ETTh2.csv and IMAGES, a folder of images by
 # class (Tiny ImageNet's, say); twenty minutes on two quiet cores. It may be interrupted, and goes on.
 OUT ?= reproduction
 DATA ?= $(FASTLR_DATA)
-IMAGES ?= $(firstword $(wildcard $(DATA)/*magenet* $(DATA)/*mage[Nn]et*))
+IMAGES ?= $(firstword $(wildcard $(DATA)/*magenet*/ $(DATA)/*mage[Nn]et*/))
 FASTLR = OMP_NUM_THREADS=1 FASTLR_DATA=$(DATA) $(VENV)/bin/python -m fastlr
 resumed = $(if $(wildcard $(OUT)/$(1)),--resume)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Image stores: prepare one from a folder or .zip file, look into one.",
+    help="Image stores: prepare one from a folder, look into one.",
 )
 _SHOWN = 10  # left-out images that are named on the screen; the index names all
 
@@ -26,7 +26,7 @@ _SHOWN = 10  # left-out images that are named on the screen; the index names all
 def prepare(
     source: Annotated[
         Path,
-        typer.Argument(help="Folder or .zip: train/<class>/*.JPEG, <class>/*.png or <class>.npy."),
+        typer.Argument(help="Folder: train/<class>/*.JPEG, <class>/*.png or <class>.npy."),
     ],
     out: Annotated[
         Path, typer.Argument(help="Folder of the store; an interrupted one is continued.")
@@ -58,7 +58,6 @@ def prepare(
         int, typer.Option(help="Training images of each .npy file, from the first.")
     ] = 600,
     seed: Annotated[int, typer.Option(help="Of the held-out images.")] = 0,
-    max_file_mb: Annotated[float, typer.Option(help="Largest file of SOURCE, unpacked.")] = 512,
 ) -> None:
     """Turn SOURCE into one memory-mapped store of uint8 images, in OUT.
 
@@ -78,7 +77,6 @@ def prepare(
             test_fraction=test_fraction,
             npy_train=npy_train,
             seed=seed,
-            max_file_mb=max_file_mb,
             progress=progress,
         )
     _print_summary(store)

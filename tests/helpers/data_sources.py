@@ -1,7 +1,5 @@
 """Small image sources for the tests of fastlr.experiments.data: a key tells every pixel."""
 
-import zipfile
-
 import numpy as np
 from PIL import Image
 
@@ -32,15 +30,6 @@ def folder(root, classes=3, count=10):
         for i in range(count):
             save(root / f"c{c}" / f"{i}.png", pixels(1000 * c + i))
     return root
-
-
-def zipped(root, wrapper=""):
-    target = root.with_suffix(".zip")
-    with zipfile.ZipFile(target, "w") as archive:
-        for path in sorted(root.rglob("*")):
-            if path.is_file():
-                archive.write(path, wrapper + path.relative_to(root).as_posix())
-    return target
 
 
 def rows(store, position, split):

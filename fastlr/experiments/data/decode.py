@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,7 +27,6 @@ RULES = {  # how an image is brought to the size of a store
     "copied as it is",
 }
 _BUFFER = 4 << 20  # bytes read or written at a time
-MAX_FILE_MB = 512  # of one file of the source, unpacked: 700 images of 3 x 480 x 480 in a .npy file
 
 Job = dict[str, Any]
 
@@ -57,95 +54,16 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
         return to_pixels(image, size, resize)
 
 
-class Files(NamedTuple):
-    """The files under a folder, or in a zip archive."""
-
-    root: str
-    zipped: bool
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file."""
-        if self.zipped:
-            return open_zip(self.root).open(name)  # type: ignore[return-value]
-        return open(os.path.join(self.root, name), "rb")
-
-    def size_within(self, limit_mb: float, name: str) -> int:
-        """Return a file's size in bytes, for a member of an archive as the archive declares it.
-
-        Raises:
-            InputError: The size is above ``limit_mb``.
-        """
-        if self.zipped:
-            size, unpacked = open_zip(self.root).getinfo(name).file_size, " unpacked"
-        else:
-            size, unpacked = os.stat(os.path.join(self.root, name)).st_size, ""
-        if size > limit_mb * 1e6:
-            raise InputError(
-                f"{name} of {self.root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is "
-                f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
-            )
-        return size
-
-    def read(self, name: str, limit_mb: float) -> bytes:
-        """Return the bytes of a file.
-
-        No more than the declared size is unpacked, so an archive that declares less than it holds
-        takes no memory either.
-
-        Raises:
-            zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or
-                longer than declared).
-            InputError: It is larger than the limit, not there or cannot be read (the disk, the
-                network or a permission; not this image).
-        """
-        try:
-            size = self.size_within(limit_mb, name)
-            with self.open(name) as file:
-                return file.read(size)
-        except (zipfile.BadZipFile, zlib.error, EOFError):
-            raise zipfile.BadZipFile("its data in the zip archive is damaged") from None
-        except (OSError, KeyError, RuntimeError, NotImplementedError) as error:
-            raise InputError(f"cannot read {name} of {self.root}: {error}") from error
-
-
-def open_zip(path: str) -> zipfile.ZipFile:
-    """Return the opened archive, opened anew only when the file has changed.
-
-    It stays open for the next image.
-    """
-    status = os.stat(path)
-    return _open_zip(path, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(maxsize=2)
-def _open_zip(path: str, changed: int, size: int) -> zipfile.ZipFile:
-    return zipfile.ZipFile(path)
-
-
 def _read(job: Job, name: str) -> bytes:
-    data: bytes = job["place"].read(name, job["max_file_mb"])
-    return data
+    """Return the bytes of a file of the source.
 
-
-def npy_images(job: Job, name: str) -> np.ndarray:
-    """Return the ``[n, 3, H, W]`` uint8 array of a class.
-
-    It is checked against what its header said when it was listed.
+    Raises:
+        InputError: It cannot be read. That says nothing about the image.
     """
-    root = job["place"].root
     try:
-        data = io.BytesIO(_read(job, name))
-        array = np.load(data, allow_pickle=False)
-    except InputError:
-        raise
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{name} of {root} is no whole .npy file: {error}") from error
-    if array.dtype != np.uint8 or list(array.shape) != job["shape"]:
-        raise InputError(
-            f"{name} of {root} is {array.dtype} {list(array.shape)}, and was uint8 "
-            f"{job['shape']} when listed"
-        )
-    return array
+        return Path(job["source"], name).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {name} of {job['source']}: {error}") from error
 
 
 def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
@@ -155,7 +73,7 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
     """
     size, resize = job["size"], job["resize"]
     if job["npy"] is not None:
-        array = npy_images(job, job["npy"])
+        array = np.load(io.BytesIO(_read(job, job["npy"])))
         for row, image in enumerate(array.transpose(0, 2, 3, 1)):
             split = "train" if row < job["npy_train"] else "test"
             same = image.shape[:2] == (size, size)
@@ -186,8 +104,8 @@ def write_class(job: Job) -> dict[str, Any]:
 
     Args:
         job: ``out`` (the file of the store), ``first`` and ``rows`` (the block), ``size``,
-            ``resize``, ``place`` and ``max_file_mb`` (the source), ``train`` and ``test`` (names of
-            files), or ``npy``, ``npy_train`` and ``shape``.
+            ``resize``, ``source`` (its folder), ``train`` and ``test`` (names of files), or ``npy``
+            and ``npy_train``.
 
     Returns:
         ``{"train": images, "test": images, "left_out": [{"file", "split", "reason"}], "sha256": of

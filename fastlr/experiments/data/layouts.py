@@ -6,24 +6,21 @@
 - ``npy``: ``<class>.npy``, each uint8 ``[n, 3, H, W]``, the first 600 for training (Dohare et al.,
   "Loss of plasticity in deep continual learning", Nature 632, 2024: 700 images of 32 x 32 a class).
 
-Each can be a folder or a .zip file, which is read without unpacking it. Where there is no split, a
-part of each class is held out: the images whose names get the lowest random words, which are a
-function of the seed, the class's name and the position in the class, so a class keeps its split
-whatever other classes are there.
+Where there is no split, a part of each class is held out: the images whose names get the lowest
+random words. These are a function of the seed, the class's name and the position in the class, so a
+class keeps its split whatever other classes are there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import unicodedata
-import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from numpy.lib import format as npy_format
 
 from fastlr.errors import InputError, few
 from fastlr.experiments.data.sources import Source, duplicate
@@ -32,8 +29,6 @@ from fastlr.ops.philox import STREAMS, random_words
 FORMATS = ("imagenet", "folder", "npy")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 SPLIT_STREAM = STREAMS["split"]
-# Bytes in which the header of a .npy file ends, which may say that it is of any length.
-_HEADER = 1 << 16
 
 
 @dataclass
@@ -82,16 +77,13 @@ class Layout:
     ignored: dict[str, int]
 
 
-def names_checksum(source: Source, classes: Sequence[ClassFiles]) -> str:
-    """Return the SHA-256 over the classes and file names that a store is made of.
-
-    Files in archives count with their checksums.
-    """
+def names_checksum(classes: Sequence[ClassFiles]) -> str:
+    """Return the SHA-256 over the classes and file names that a store is made of."""
     digest = hashlib.sha256()
     for entry in classes:
         names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
         lines = [entry.name, str(entry.shape)]
-        lines += [f"{name} {source.checksums.get(name, '')}" for name in names]
+        lines += [f"{name} " for name in names]
         digest.update("\0".join(lines).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -192,7 +184,7 @@ def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, Cla
         elif not _is_image(name):
             ignored[f"{told}: no image by its ending"] += 1
         else:
-            classes[parts[0]].train.append(source.prefix + name)
+            classes[parts[0]].train.append(name)
     return classes
 
 
@@ -236,7 +228,7 @@ def _npy(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
     if not files:
         raise InputError(f"{source.path} has no files <class>.npy")
     ignored = Counter({"not <class>.npy": len(source.files) - len(files)})
-    return [ClassFiles(name[:-4], npy=source.prefix + name) for name in files], +ignored
+    return [ClassFiles(name[:-4], npy=name) for name in files], +ignored
 
 
 def _npy_files(source: Source) -> list[str]:
@@ -247,16 +239,12 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
     for entry in classes:
         assert entry.npy is not None
         try:
-            with source.place.open(entry.npy) as file:
-                head = io.BytesIO(file.read(_HEADER))
-            if npy_format.read_magic(head) == (1, 0):
-                shape, _, dtype = npy_format.read_array_header_1_0(head)
-            else:
-                shape, _, dtype = npy_format.read_array_header_2_0(head)
-        except (ValueError, OSError, zipfile.BadZipFile) as error:
+            array = np.load(source.path / entry.npy, mmap_mode="r")
+        except (ValueError, EOFError, OSError) as error:
             raise InputError(
-                f"{entry.npy} of {source.path} is no .npy file: {error}; {_WANTED}"
+                f"{entry.npy} of {source.path} is no whole .npy file: {error}; {_WANTED}"
             ) from error
+        shape, dtype = array.shape, array.dtype
         entry.shape, entry.npy_train = list(shape), npy_train
         if dtype != "uint8" or len(shape) != 4 or shape[1] != 3 or 0 in shape:
             raise InputError(f"{entry.npy} of {source.path} is {dtype} {list(shape)}; {_WANTED}")

@@ -27,7 +27,6 @@ from PIL import features
 from fastlr.errors import InputError
 from fastlr.experiments.data.decode import (
     CHANNELS,
-    MAX_FILE_MB,
     RULES,
     SPLITS,
     block_digest,
@@ -66,14 +65,12 @@ def prepare(
     test_fraction: float = 0.2,
     npy_train: int = 600,
     seed: int = 0,
-    max_file_mb: float = MAX_FILE_MB,
     progress: ShowProgress | None = None,
 ) -> ImageStore:
     """Make an image store, go on with one that was interrupted, or check and mend a finished one.
 
     Args:
-        source: A folder, or a .zip file of one, in a layout of
-            :mod:`fastlr.experiments.data.layouts`.
+        source: A folder in a layout of :mod:`fastlr.experiments.data.layouts`.
         out: The folder of the store.
         size: Height and width of the images; None: 64, and for .npy files their own.
         resize: How other images are brought to it, by :data:`fastlr.experiments.data.decode.RULES`:
@@ -85,8 +82,6 @@ def prepare(
         test_fraction: Of each class, held out for testing where the layout has no split.
         npy_train: Of each .npy file, the number of training images.
         seed: Of the held-out images, in ``[0, 2**64)``.
-        max_file_mb: The largest file of the source, unpacked: a few MB of a .zip file may unpack to
-            many GB.
         progress: Called with (what is done, images done, images in all).
 
     Returns:
@@ -104,7 +99,7 @@ def prepare(
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
     listing = list_source(source)
     real = listing.path.resolve()
-    if folder.resolve() == real or (not listing.zipped and real in folder.resolve().parents):
+    if real in (folder.resolve(), *folder.resolve().parents):
         raise InputError(f"{folder} lies in the source {listing.path}: choose a folder outside it")
     layout = scan(
         listing,
@@ -114,7 +109,6 @@ def prepare(
         seed=seed,
         limit=limit_classes,
     )
-    _check_sizes(listing, layout.classes, max_file_mb)
     if size is None:
         size = layout.classes[0].shape[-1] if layout.classes[0].shape else 64
     if not 1 <= size <= MAX_SIZE:
@@ -131,7 +125,7 @@ def prepare(
         "npy_train": None,
         "classes": len(layout.classes),
         "listed": sum(entry.rows for entry in layout.classes),
-        "fingerprint": names_checksum(listing, layout.classes),
+        "fingerprint": names_checksum(layout.classes),
         "ignored": layout.ignored,
     }
     if layout.held_out:
@@ -140,7 +134,7 @@ def prepare(
         plan["npy_train"] = npy_train
     with _writing(folder):
         show = progress or (lambda *_: None)
-        _make(folder, listing, layout.classes, plan, max_file_mb, workers, show)
+        _make(folder, listing, layout.classes, plan, workers, show)
     return ImageStore.open(folder)
 
 
@@ -170,24 +164,11 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float) -> None:
-    """Refuse files of an archive and .npy files that are too large, before anything is read."""
-    if not max_file_mb > 0:
-        raise InputError(
-            f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}"
-        )
-    for entry in classes:
-        known = [*entry.train, *entry.test] if listing.zipped else []
-        for name in [entry.npy] if entry.npy else known:
-            listing.place.size_within(max_file_mb, name)
-
-
 def _make(
     folder: Path,
     listing: Source,
     classes: list[ClassFiles],
     plan: dict[str, Any],
-    max_file_mb: float,
     workers: int,
     progress: ShowProgress,
 ) -> None:
@@ -206,8 +187,7 @@ def _make(
         "out": str(folder / IMAGES),
         "size": plan["size"],
         "resize": plan["resize"],
-        "place": listing.place,
-        "max_file_mb": max_file_mb,
+        "source": str(listing.path),
     }
     jobs = [
         ({**asdict(entry), "rows": entry.rows, **place},)
