@@ -212,12 +212,12 @@ def sweep(
         int | None, typer.Option(help="Runs at a time; else as many as there is room for.")
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Run on Ray: a cluster of this machine, unless --address.")
+        bool, typer.Option("--ray", help="Run on the Ray cluster at --address.")
     ] = False,
     address: Annotated[
         str | None,
         typer.Option(
-            help="With --ray: an existing cluster, HOST:PORT or auto; its nodes must share --out."
+            help="With --ray: the cluster, HOST:PORT or auto; its nodes must share --out."
         ),
     ] = None,
     gpus: Annotated[
@@ -263,7 +263,7 @@ def sweep(
     with ExitStack() as stack:
         cluster = None
         if ray:
-            connected = connect(address, at_once, cpus=cpus, gpus=gpus, retries=tries)
+            connected = connect(address, cpus=cpus, gpus=gpus, retries=tries)
             cluster = stack.enter_context(connected)
         queue = Queue(kind, out, preset, at_once, tensorboard, cluster)
         carry_out_many(queue, given, values, seeds, resume)

@@ -91,11 +91,9 @@ class RunBoard:
         event = message.get("event")
         if event == "started":
             self.rows[name] = _Row(self.bar, name, self.driver.opening)
-        elif event == "lost":
-            self._remove(name)
-            self._print(f"{name}: {message['why']}; {message['next']}")
         elif event == "ended":
-            self._remove(name)
+            if name in self.rows:  # Ray does not say when a run starts
+                self.bar.remove_task(self.rows.pop(name).task)
             self.shares[name] = (self.shares[name][0], 1.0)
             self.ended += 1
             if message["error"] is not None:
@@ -121,10 +119,6 @@ class RunBoard:
         text = _joined(f"{self.failed} failed" if self.failed else "", _time_left(left))
         self.bar.update(self.whole, completed=now, at=f"{self.ended}/{runs}", text=text)
         self.minutes.log(_joined(f"{self.ended}/{runs} runs ended", f"{now / runs:.0%} done", text))
-
-    def _remove(self, name: str) -> None:
-        if name in self.rows:  # a run on Ray may end before it has begun
-            self.bar.remove_task(self.rows.pop(name).task)
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

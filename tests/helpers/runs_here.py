@@ -18,6 +18,6 @@ def messages_here(jobs, slots):
         ):
             experiment.main(job.command[-1])
         error = next((message["error"] for message in sent if "error" in message), None)
-        ended = {"event": "ended", "error": error, "killed": False}
+        ended = {"event": "ended", "error": error}
         for message in [*sent, ended]:
             yield job.name, message

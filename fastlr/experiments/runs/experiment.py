@@ -31,7 +31,7 @@ from fastlr.estimator.result import versions
 from fastlr.experiments.runs.folder import Run, commit_of_source, opened
 from fastlr.experiments.runs.integrity import CONFIG
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
-from fastlr.experiments.runs.processes import attach
+from fastlr.experiments.runs.processes import Message, attach
 from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
@@ -289,10 +289,25 @@ class Driver:
 def main(text: str) -> None:
     """Carry out the run that `Driver.command` describes, in a process of `run_jobs`.
 
-    After an error the exit code is 1, the error's line is reported and its traceback printed.
+    After an error the exit code is 1 and the error's line is reported.
     """
     send = attach()
-    work = json.loads(text)
+    error = carry_out(json.loads(text), send)
+    if error is not None:
+        send({"error": error})
+        sys.exit(1)
+
+
+def carry_out(work: Mapping[str, Any], send: Callable[[Message], None]) -> str | None:
+    """Carry out a run in this process.
+
+    Args:
+        work: What `Driver.command` describes.
+        send: Called with the progress.
+
+    Returns:
+        The line of the error, whose traceback is printed; None if there is none.
+    """
     sys.argv = work["command"]  # what made this run, for its config.json
     driver: Driver = importlib.import_module(work["driver"]).DRIVER
     last = 0.0
@@ -314,8 +329,8 @@ def main(text: str) -> None:
                 driver.begin(path, work["preset"], from_json(work["settings"]), report)
     except Exception as error:
         traceback.print_exc()
-        send({"error": one_line(error)})
-        sys.exit(1)
+        return one_line(error)
+    return None
 
 
 DRIVERS = {  # the modules of the drivers, by their commands' names

@@ -81,8 +81,8 @@ def job_messages(
     Closing the generator ends all jobs.
 
     The messages of a job are ``{"event": "started"}``, what its process sends, and at last
-    ``{"event": "ended", "error": a line or None, "killed": True if a signal ended it}``. The line
-    is what the process sent as "error", or the last line of its log.
+    ``{"event": "ended", "error": a line or None}``. The line is what the process sent as "error",
+    or the last line of its log.
     """
     waiting, free = deque(jobs), deque(slots)
     running: dict[Any, _Process] = {}  # by the pipe of each
@@ -99,9 +99,7 @@ def job_messages(
                 del running[process.pipe]
                 process.close()
                 free.append(process.slot)
-                killed = process.popen.returncode < 0
-                ended = {"event": "ended", "error": process.failure(), "killed": killed}
-                yield process.job.name, ended
+                yield process.job.name, {"event": "ended", "error": process.failure()}
     finally:
         for process in running.values():
             process.close()

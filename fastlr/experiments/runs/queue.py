@@ -251,7 +251,7 @@ class Queue:
         if self.cluster is None or share is None:
             failed = run_jobs(jobs, _slots(options, self.at_once), listen)
         else:
-            failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, listen)
+            failed = self.cluster.run(jobs, share, self.at_once, listen)
         return Ended(tuple(name for name in runs if name not in failed), failed)
 
     def _job(self, name: str, settings: dict[str, Any], changed: dict[str, Any]) -> Job:

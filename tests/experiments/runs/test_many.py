@@ -68,7 +68,7 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     for name in ("good", "says", "dies", "mute", "last"):
         started, sent, *_, ended = [message for of_job, message in heard if of_job == name]
         assert started == {"event": "started"}
-        assert ended == {"event": "ended", "error": failed.get(name), "killed": name == "dies"}
+        assert ended == {"event": "ended", "error": failed.get(name)}
         assert sent["n"] == 1
         assert sent["stdin"] == 0
         assert sent["slot"] in "ab"
@@ -344,8 +344,8 @@ def test_a_line_for_each_run_under_way(tmp_path):
     assert "accuracy 93.3 %, LR 1.234e+05" in row
     assert row.rstrip().endswith("…")
     hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
-    hear("seed-0", {"event": "ended", "error": None, "killed": False})
-    hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
+    hear("seed-0", {"event": "ended", "error": None})
+    hear("seed-10", {"event": "ended", "error": "a reason"})
     assert (
         f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)"
         in board.console.file.getvalue()
