@@ -314,7 +314,7 @@ def carry_out_one(
 
 def _interruption(driver: Driver, out: Path, last: Progress | None) -> str:
     """Say how far an interrupted run is, by its last report; without one, by its folder."""
-    from fastlr.experiments.runs.integrity import CONFIG, RECORDS
+    from fastlr.experiments.runs.texts import CONFIG, RECORDS
 
     if not (out / CONFIG).exists():
         return "interrupted before the run began: begin it anew"

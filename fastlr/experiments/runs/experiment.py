@@ -29,11 +29,11 @@ from fastlr.distributed.sharding import local_device, team
 from fastlr.errors import InputError, ModelError, one_line, warn
 from fastlr.estimator.result import versions
 from fastlr.experiments.runs.folder import Run, commit_of_source, opened
-from fastlr.experiments.runs.integrity import CONFIG
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
 from fastlr.experiments.runs.processes import Message, attach
 from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.tensorboard import mirrored
+from fastlr.experiments.runs.texts import CONFIG
 from fastlr.files import now
 from fastlr.models.loading import usable_device
 

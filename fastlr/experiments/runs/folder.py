@@ -15,9 +15,6 @@ checkpoint says which records there must be: a line that is missing is appended 
 opened again, an incomplete last line is dropped, and nothing else is ever removed. So a step is
 either done, with its record and its state, or it is done anew.
 
-Records and configuration carry digests (`fastlr.experiments.runs.integrity`), so that a file that
-was damaged or edited is refused. A folder that was begun without them goes on without.
-
 Where several ranks work on a run, rank 0 alone reads and writes the folder, and only it needs one;
 the others get what it finds there (`opened`).
 """
@@ -39,18 +36,14 @@ import torch
 
 from fastlr.distributed.sharding import ALONE, Team, team
 from fastlr.errors import InputError, first_line, warn
-from fastlr.experiments.runs.integrity import (
+from fastlr.experiments.runs.texts import (
     CHECKPOINTS,
     CONFIG,
     LAST,
     OUTSIDE,
     RECORDS,
-    config_with_digest,
-    digest_of,
     parse,
     read_files,
-    record_in_checkpoint_alone,
-    with_digest,
 )
 from fastlr.files import (
     LOCK,
@@ -62,7 +55,6 @@ from fastlr.files import (
     write_all,
 )
 
-VERSION, VERSION_WITHOUT_DIGESTS = 2, 1  # of checkpoints
 _NO_LOCK = -1
 
 
@@ -144,7 +136,6 @@ class Run:
         self.state: dict[str, Any] | None = None
         self.records: list[dict[str, Any]] = []
         self._steps = 0  # records that belong to a step
-        self._digest: str | None = None  # of the last line; None where the folder has none
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> Run:
@@ -162,7 +153,6 @@ class Run:
             _refuse_used(run.path)
             with disk_errors(run.path):
                 (run.path / CHECKPOINTS).mkdir(exist_ok=True)
-            run._digest = ""
             run.set_config(config)
         except BaseException:
             run.close()
@@ -197,8 +187,7 @@ class Run:
         """Replace ``config.json`` atomically."""
         self.config = dict(config)
         if self._writes:
-            written = self.config if self._digest is None else config_with_digest(self.config)
-            text = json.dumps(written, indent=2, allow_nan=False)
+            text = json.dumps(self.config, indent=2, allow_nan=False)
             replace_file(self.path / CONFIG, text + "\n")
 
     def abandon(self) -> None:
@@ -217,7 +206,7 @@ class Run:
                 f"records of kind {record['kind']} are written by commit, with the state they led "
                 "to"
             )
-        self._append(self._line(record))
+        self._append(_line(record))
 
     def commit(self, record: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """End a step: write the checkpoint, with the record in it, then append the record.
@@ -231,13 +220,8 @@ class Run:
         Raises:
             FastlrError: The disk is full; records and the checkpoint before are as they were.
         """
-        line = self._line(record)
-        whole = {
-            "version": self._version,
-            "steps": self._steps + 1,
-            "line": line,
-            "state": dict(state),
-        }
+        line = _line(record)
+        whole = {"steps": self._steps + 1, "line": line, "state": dict(state)}
         self.write_checkpoint(LAST, whole)
         self._append(line)
         self.records[-1] = self.members.share(self.records[-1])[0]
@@ -286,23 +270,11 @@ class Run:
             finally:
                 os.close(file)
 
-    @property
-    def _version(self) -> int:
-        """The version of the folder's checkpoints."""
-        return VERSION_WITHOUT_DIGESTS if self._digest is None else VERSION
-
-    def _line(self, record: Mapping[str, Any]) -> str:
-        """Return the line of the next record."""
-        line = json.dumps(record, allow_nan=False, separators=(", ", ": "))
-        return line if self._digest is None else with_digest(line, self._digest)
-
     def _append(self, line: str) -> None:
         """Write the line of a record, and count it among the records."""
         record = parse(line)
         if self._writes:
             self._write_line(line + "\n")
-        if self._digest is not None:
-            self._digest = digest_of(line)
         self.records.append(record)
         if record["kind"] != OUTSIDE:
             self._steps += 1
@@ -321,12 +293,13 @@ class Run:
     def _read(self) -> None:
         path = self.path / RECORDS
         files = read_files(self.path)
-        self.config, self.records, self._digest = files.config, files.records, files.digest
+        self.config, self.records = files.config, files.records
         if files.cut_short:
             warn(f"{path}: dropped an incomplete last line")
             with disk_errors(self.path):
                 os.truncate(path, files.whole)
-        self._steps = sum(record["kind"] != OUTSIDE for record in self.records)
+        of_steps = [record for record in self.records if record["kind"] != OUTSIDE]
+        self._steps = len(of_steps)
         last = self.read_checkpoint(LAST)
         if last is None:
             if self._steps:
@@ -334,15 +307,15 @@ class Run:
                     f"{self.path} has records but no {CHECKPOINTS}/{LAST}: begin the run anew"
                 )
             return
-        if last.get("version") != self._version or last["steps"] < self._steps:
+        steps, record = last["steps"], parse(last["line"])
+        if steps == self._steps + 1:  # killed before it was appended
+            self._append(last["line"])
+        elif steps != self._steps or of_steps[-1] != record:
             raise InputError(
-                f"{self.path / CHECKPOINTS / LAST} (version {last.get('version')}, "
-                f"{last.get('steps')} steps) does not belong to the {self._steps} records of "
-                f"{RECORDS}: begin the run anew"
+                f"{self.path / CHECKPOINTS / LAST} is of step {steps} and does not belong to "
+                f"the {self._steps} steps of {RECORDS}: restore the file from a copy, or begin "
+                "the run anew"
             )
-        line = last["line"]
-        if record_in_checkpoint_alone(self.path, self.records, self._digest, last["steps"], line):
-            self._append(line)
         self.state = last["state"]
 
     def close(self) -> None:
@@ -356,6 +329,11 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Return the line of a record."""
+    return json.dumps(record, allow_nan=False)
 
 
 def opened(work: Callable[[], Run]) -> Run:

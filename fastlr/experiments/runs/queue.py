@@ -29,10 +29,10 @@ import torch
 from fastlr.errors import InputError
 from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.folder import before_lock, refuse_other_files
-from fastlr.experiments.runs.integrity import CONFIG, read_files
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
+from fastlr.experiments.runs.texts import CONFIG, read_files
 from fastlr.files import LOCK, locked, now, read_object, replace_file
 
 if TYPE_CHECKING:

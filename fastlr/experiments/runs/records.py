@@ -22,17 +22,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fastlr.errors import FastlrWarning, InputError, few, first_line, warn
-from fastlr.experiments.runs.integrity import (
-    CHECKPOINTS,
-    CONFIG,
-    LAST,
-    RECORDS,
-    Record,
-    check_digests,
-    parse,
-    record_in_checkpoint_alone,
-)
+from fastlr.errors import FastlrWarning, InputError, few, warn
+from fastlr.experiments.runs.texts import CONFIG, RECORDS, Record, parse
 from fastlr.files import read_object
 
 Array = NDArray[np.float64]
@@ -56,14 +47,12 @@ class RunFolder:
         config: ``config.json``; empty if there is none.
         untrained: The record of the network before training; empty if there is none.
         rows: Step to its record: of several for one step, as after a crash, the last counts.
-        verified: Whether the files carry digests; they are as they were written, then.
     """
 
     path: Path
     config: Record = field(default_factory=dict)
     untrained: Record = field(default_factory=dict)
     rows: dict[int, Record] = field(default_factory=dict)
-    verified: bool = False
 
     experiment: ClassVar[str]  # in words, for messages
     driver: ClassVar[str]  # its name
@@ -102,16 +91,14 @@ class RunFolder:
     def read(cls: type[AnyRun], path: str | Path) -> AnyRun:
         """Read a run folder.
 
-        Without digests, damaged lines of its records are left out with a warning.
+        Damaged lines of its records are left out with a warning.
 
         Raises:
-            InputError: There is no records.jsonl, it holds no record of such a run, or it or the
-                configuration is not as it was written.
+            InputError: There is no records.jsonl, or it holds no record of such a run.
         """
         run = cls(Path(path))
         run.config = read_config(run.path)
         file = run.path / RECORDS
-        committed = _last_of_checkpoint(run.path)  # before the records, which may be going on
         try:
             data = file.read_bytes()
         except OSError as error:
@@ -119,18 +106,7 @@ class RunFolder:
             raise InputError(
                 f"{run.path} is no run folder: cannot read {RECORDS} ({reason})"
             ) from error
-        digest = check_digests(run.path, run.config, data)
-        run.verified = digest is not None
         records = run._take_lines(data.rstrip().split(b"\n"))
-        if run.verified and committed is not None:
-            last = record_in_checkpoint_alone(run.path, records, digest, *committed)
-            if last is not None:
-                warn(
-                    f"{file} lacks the last record, which {CHECKPOINTS}/{LAST} holds: it is taken "
-                    "from there; --resume writes it"
-                )
-                run.add(last)
-                records.append(last)
         odd = run.odd()
         if odd:
             warn(f"{file}: {few(odd, _SHOWN, '; ')}")
@@ -396,27 +372,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     except InputError as error:
         warn(f"{error}: reporting without it")
         return {}
-
-
-def _last_of_checkpoint(folder: Path) -> tuple[int, str] | None:
-    """Return how many steps the last checkpoint is of and the line of the last one.
-
-    It is None where there is no checkpoint; one that cannot be read is warned of.
-    """
-    import torch
-
-    file = folder / CHECKPOINTS / LAST
-    if not file.exists():
-        return None
-    try:  # its tensors are not read
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return content["steps"], content["line"]
-    except Exception as error:  # zip, pickle and torch each raise their own
-        warn(
-            f"{file} cannot be read ({first_line(error)}): whether {RECORDS} was shortened is not "
-            "known"
-        )
-        return None
 
 
 def as_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:

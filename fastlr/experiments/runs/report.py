@@ -14,7 +14,7 @@ from rich.console import Console
 from fastlr.display.figures import save_figure
 from fastlr.display.record import output_folder, write_json
 from fastlr.display.sheets import HTML, WIDTH, Sheet
-from fastlr.errors import InputError, few
+from fastlr.errors import InputError
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.records import RunFolder, grouped
 from fastlr.files import write_text
@@ -183,7 +183,7 @@ def write_files(
             save_figure(picture, path)
             figures.append((path, drawing.caption.strip()))
     write_json(folder / "report.json", dict(numbers))
-    origins = dict.fromkeys(filter(None, (*map(provenance, runs), unverified(runs))))
+    origins = dict.fromkeys(filter(None, map(provenance, runs)))
     page = _PAGE.render(
         title=title,
         findings=findings,
@@ -278,17 +278,6 @@ def provenance(run: RunFolder) -> str:
     }
     text = "; ".join(f"{key}: {value}" for key, value in entries.items() if value not in (None, ""))
     return f"{run.name} – {text}." if text else ""
-
-
-def unverified(runs: Sequence[RunFolder]) -> str:
-    """Say which runs carry no digests; empty if all do."""
-    names = [run.name for run in runs if not run.verified]
-    if not names:
-        return ""
-    return (
-        f"Without digests, as begun by an earlier fastlr: {few(names)}. Whether their "
-        "records and configurations are as they were written cannot be verified."
-    )
 
 
 def show(sheets: Sequence[Sheet], console: Console | None = None) -> None:

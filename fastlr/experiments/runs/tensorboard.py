@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import InputError, install, warn
-from fastlr.experiments.runs.integrity import RECORDS
 from fastlr.experiments.runs.progress import Progress, Report
+from fastlr.experiments.runs.texts import RECORDS
 
 TENSORBOARD = "tensorboard"  # folder in that of the run
 Record = Mapping[str, Any]
