@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-
-from fastlr.cli.interrupts import guard_imports
 
 
 def run() -> int:
     """Run the command line and return the exit code."""
-    guard_imports()
-    from fastlr.cli.main import main
-
+    # Ranks keep the default: one that waits for others within torch would not end by an exception.
+    if "RANK" not in os.environ:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        from fastlr.cli.main import main
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     code = main()
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

@@ -1,14 +1,13 @@
 """The command line: ``fastlr estimate``, ``fastlr bench``, ``fastlr doctor``, ``fastlr demo``.
 
 Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments,
-names or files; 130 ended by Ctrl-C; 143 by SIGTERM. An error is one line on stderr; ``--traceback``
+names or files; 130 ended by Ctrl-C or SIGTERM. An error is one line on stderr; ``--traceback``
 shows where it came from.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import warnings
 from contextlib import nullcontext
@@ -21,7 +20,6 @@ from rich.console import Console
 
 from fastlr.cli.data import app as data_commands
 from fastlr.cli.experiments import ContinualCommand, continual, memorize, sweep, transfer
-from fastlr.cli.interrupts import interruptible
 from fastlr.cli.options import (
     DTYPES,
     PROBES,
@@ -297,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     shows_traceback = TRACEBACK in given
-    with warnings.catch_warnings(), interruptible() as signals:
+    with warnings.catch_warnings():
         warnings.showwarning = _print_warning
         try:
             plain = [word for word in given if word != TRACEBACK]
@@ -308,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (KeyboardInterrupt, Interrupted) as error:
             if _is_printed_here(error):
                 print(str(error) or "interrupted", file=sys.stderr)
-            return 128 + (signals[-1] if signals else signal.SIGINT)
+            return INTERRUPTED
         except BrokenPipeError:  # the reader of our stdout has gone; nothing more can be said there
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
