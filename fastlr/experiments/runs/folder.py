@@ -43,12 +43,13 @@ from fastlr.experiments.runs.texts import (
     OUTSIDE,
     RECORDS,
     parse,
-    read_files,
+    read_lines,
 )
 from fastlr.files import (
     LOCK,
     disk_errors,
     lock_folder,
+    read_object,
     read_tensors,
     replace_file,
     save_file,
@@ -292,12 +293,12 @@ class Run:
 
     def _read(self) -> None:
         path = self.path / RECORDS
-        files = read_files(self.path)
-        self.config, self.records = files.config, files.records
-        if files.cut_short:
+        self.config, lines = read_object(self.path / CONFIG), read_lines(self.path)
+        self.records = lines.records
+        if lines.cut_short:
             warn(f"{path}: dropped an incomplete last line")
             with disk_errors(self.path):
-                os.truncate(path, files.whole)
+                os.truncate(path, lines.whole)
         of_steps = [record for record in self.records if record["kind"] != OUTSIDE]
         self._steps = len(of_steps)
         last = self.read_checkpoint(LAST)

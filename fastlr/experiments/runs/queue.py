@@ -32,7 +32,7 @@ from fastlr.experiments.runs.folder import before_lock, refuse_other_files
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
-from fastlr.experiments.runs.texts import CONFIG, read_files
+from fastlr.experiments.runs.texts import CONFIG, read_lines
 from fastlr.files import LOCK, locked, now, read_object, replace_file
 
 if TYPE_CHECKING:
@@ -264,9 +264,9 @@ class Queue:
         path = self.path / name
         if not (path / CONFIG).exists():
             return False
-        files = read_files(path)
-        options = self.driver.recorded(path, files.config, changed, None)
-        return self.driver.finished(dataclasses.replace(options, **changed), files.records)
+        options = self.driver.recorded(path, read_object(path / CONFIG), changed, None)
+        records = read_lines(path).records
+        return self.driver.finished(dataclasses.replace(options, **changed), records)
 
 
 def _read(path: Path) -> dict[str, Any]:

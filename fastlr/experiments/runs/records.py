@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fastlr.errors import FastlrWarning, InputError, few, warn
-from fastlr.experiments.runs.texts import CONFIG, RECORDS, Record, parse
+from fastlr.experiments.runs.texts import CONFIG, RECORDS, Record, read_lines
 from fastlr.files import read_object
 
 Array = NDArray[np.float64]
@@ -91,46 +91,28 @@ class RunFolder:
     def read(cls: type[AnyRun], path: str | Path) -> AnyRun:
         """Read a run folder.
 
-        Damaged lines of its records are left out with a warning.
-
         Raises:
-            InputError: There is no records.jsonl, or it holds no record of such a run.
+            InputError: There is no records.jsonl, it is damaged, or holds no record of such a run.
         """
         run = cls(Path(path))
         run.config = read_config(run.path)
         file = run.path / RECORDS
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            reason = error.strerror or error
-            raise InputError(
-                f"{run.path} is no run folder: cannot read {RECORDS} ({reason})"
-            ) from error
-        records = run._take_lines(data.rstrip().split(b"\n"))
+        if not file.is_file():
+            raise InputError(f"{run.path} is no run folder: there is no {RECORDS}")
+        lines = read_lines(run.path)
+        if lines.cut_short:
+            warn(f"{file}: the last line is incomplete and is left out")
+        for number, record in enumerate(lines.records, 1):
+            try:
+                run.add(record)
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{file}, record {number} is damaged: {error!r}") from error
         odd = run.odd()
         if odd:
             warn(f"{file}: {few(odd, _SHOWN, '; ')}")
-        if {record["kind"] for record in records}.isdisjoint(cls.required):
+        if {record["kind"] for record in lines.records}.isdisjoint(cls.required):
             raise InputError(f"{file} holds no records of {run.experiment}: nothing to report yet")
         return run
-
-    def _take_lines(self, lines: Sequence[bytes]) -> list[Record]:
-        """Add the records of lines and return them; damaged ones are left out with a warning."""
-        records = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = parse(line)
-                self.add(record)
-                records.append(record)
-            except (ValueError, KeyError, TypeError) as error:
-                damage = f"line {number} is damaged ({_short(error)})"
-                if number == len(lines):
-                    damage = "the last line is incomplete"
-                text = f"{self.path / RECORDS}: {damage} and is left out"
-                warn(text)
-        return records
 
     def add(self, record: Record) -> None:
         """Take a line of ``records.jsonl``; of several for one step the last counts.
@@ -214,17 +196,8 @@ class RunFolder:
 
     @property
     def machine(self) -> str:
-        """The machine's name in the configuration: its "machine", "gpu" or "device".
-
-        They are looked for at most one level down.
-        """
-        inside = [value for value in self.config.values() if isinstance(value, dict)]
-        for key in ("machine", "gpu", "device"):
-            for place in [self.config, *inside]:
-                name = place.get(key)
-                if isinstance(name, str) and name not in ("", "auto"):
-                    return name
-        return ""
+        """The machine's name in the configuration; empty if it does not say."""
+        return str(self.config.get("machine", ""))
 
 
 def run_folders(paths: Iterable[str | Path]) -> list[Path]:
@@ -364,14 +337,8 @@ def driver_of(paths: Iterable[str | Path]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``; empty, with a warning if it is damaged."""
-    if not (folder / CONFIG).exists():
-        return {}
-    try:
-        return read_object(folder / CONFIG)
-    except InputError as error:
-        warn(f"{error}: reporting without it")
-        return {}
+    """Return the content of ``config.json``; empty if there is none."""
+    return read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
 
 
 def as_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -441,7 +408,3 @@ def _in_short(value: Any) -> str:
     """Return an option's value in at most 40 characters."""
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:80]

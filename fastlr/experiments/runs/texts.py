@@ -1,4 +1,4 @@
-"""Read a run's ``config.json`` and ``records.jsonl``."""
+"""Names of a run's files, and how its ``records.jsonl`` is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import InputError
-from fastlr.files import read_object
 
 CONFIG, RECORDS, CHECKPOINTS, LAST = "config.json", "records.jsonl", "checkpoints", "last.pt"
 OUTSIDE = "resume"  # the kind of record that belongs to no step
@@ -17,31 +16,26 @@ Record = dict[str, Any]  # a line of records.jsonl
 
 
 @dataclasses.dataclass(frozen=True)
-class TextFiles:
-    """The content of a run's text files.
+class Lines:
+    """The content of ``records.jsonl``.
 
     Attributes:
-        config: Content of ``config.json``.
         records: Records of the whole lines.
         whole: Bytes up to the end of the last whole line.
         cut_short: Whether the beginning of a line follows.
     """
 
-    config: dict[str, Any]
     records: list[Record]
     whole: int
     cut_short: bool
 
 
-def read_files(folder: Path) -> TextFiles:
-    """Read ``config.json`` and ``records.jsonl`` of a run.
+def read_lines(folder: Path) -> Lines:
+    """Read the records of a run; there are none if there is no file.
 
     Raises:
-        InputError: The former is not there, or one of them is damaged.
+        InputError: A line is damaged that is not the last.
     """
-    if not (folder / CONFIG).exists():
-        raise InputError(f"{folder} holds no run: there is no {CONFIG}")
-    config = read_object(folder / CONFIG)
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
     records: list[Record] = []
@@ -59,7 +53,7 @@ def read_files(folder: Path) -> TextFiles:
         if record is not None:
             records.append(record)
             whole += len(line)
-    return TextFiles(config, records, whole, whole < len(data))
+    return Lines(records, whole, whole < len(data))
 
 
 def parse(line: str | bytes) -> Record:

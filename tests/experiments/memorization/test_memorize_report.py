@@ -5,10 +5,9 @@ import math
 
 import numpy as np
 from expected import refused, warned
-from pytest import approx, warns
+from pytest import approx
 
 from fastlr.display.tables import pm
-from fastlr.errors import FastlrWarning
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
 from fastlr.experiments.memorization.report import (
     bits_sheet,
@@ -200,17 +199,14 @@ def test_what_is_no_run_is_named(tmp_path):
     (folder / "records.jsonl").write_text("".join(text[1:]))
     with refused("holds no records of a memorization run"):
         MemorizationRun.read(folder)
-    (folder / "records.jsonl").write_text(
-        "".join([*text, '{"kind": "epoch", "epoch": 42}\n', text[-1][:30]])
-    )
-    with warns(FastlrWarning) as seen:
+    (folder / "records.jsonl").write_text("".join([*text, text[-1][:30]]))
+    with warned("the last line is incomplete"):
         assert MemorizationRun.read(folder).epochs[-1] == 40
-    said = [str(warning.message) for warning in seen]
-    for accuracy in ("NaN", '"0.4"'):
-        odd = text[-1].replace('"accuracy": 0.4', f'"accuracy": {accuracy}')
-        (folder / "records.jsonl").write_text("".join([*text[:-1], odd, text[0]]))
-        with warned(rf"line {len(text)} is damaged .ValueError: accuracy"):
-            assert MemorizationRun.read(folder).epochs[-1] == 38
-    assert len(said) == 2
-    assert "line 23 is damaged" in said[0]
-    assert "the last line is incomplete" in said[1]
+    for odd in (
+        '{"kind": "epoch", "epoch": 42}\n',
+        text[-1].replace('"accuracy": 0.4', '"accuracy": NaN'),
+        text[-1].replace('"accuracy": 0.4', '"accuracy": "0.4"'),
+    ):
+        (folder / "records.jsonl").write_text("".join([*text, odd]))
+        with refused(f"record {len(text) + 1} is damaged"):
+            MemorizationRun.read(folder)

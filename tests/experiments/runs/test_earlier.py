@@ -12,7 +12,7 @@ from data_sources import pixels, rows
 from fastlr.experiments.data import ImageStore, load_task
 from fastlr.experiments.runs.experiment import find_driver
 from fastlr.experiments.runs.folder import Run
-from fastlr.experiments.runs.texts import read_files
+from fastlr.files import read_object
 
 EARLIER = Path(__file__).parent / "earlier"
 
@@ -42,7 +42,7 @@ def test_it_goes_on(earlier):
     before = lines(earlier)
     more = {"continual": {"tasks": 3}, "memorize": {"epochs": 3}, "transfer": {}}[earlier.name]
     find_driver(earlier.name).resume(earlier, more)
-    assert read_files(earlier).config["options"]["batch_norm_updates"] == "every-part", (
+    assert read_object(earlier / "config.json")["options"]["batch_norm_updates"] == "every-part", (
         "as it was before there was a choice"
     )
     torch.set_num_threads(threads)
