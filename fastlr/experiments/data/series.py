@@ -9,11 +9,9 @@ import csv
 import hashlib
 import math
 import os
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -96,8 +94,7 @@ def read_series(path: str | Path) -> Table:
     and rows must follow each other in even steps: a step more than half as long again as the median
     is a gap (so months are even).
 
-    UTF-16 (by its mark), Latin-1 (what is not UTF-8), semicolons or tabs between cells (by the
-    header) and then decimal commas are read with a warning that says what was assumed.
+    The file is in UTF-8, with commas between cells.
 
     Raises:
         InputError: No such file; a cell that is empty, no number or not finite, a date that cannot
@@ -106,27 +103,12 @@ def read_series(path: str | Path) -> Table:
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return _read(path, csv.reader(file))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    encoding = "UTF-16" if data[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError:
-        encoding = "latin-1"
-        text = data.decode(encoding)
-    separator = max(",;\t", key=text.partition("\n")[0].count)
-    cells = ""
-    if separator != ",":
-        text = text.replace(",", ".")
-        cells = f", {separator!r} between cells and decimal commas"
-    if cells or encoding != "utf-8-sig":
-        message = f"{path} is read as {encoding.removesuffix('-sig').upper()}{cells}: check values"
-        warn(message)
-    try:
-        return _read(path, csv.reader(StringIO(text, newline=""), delimiter=separator))
-    except csv.Error as error:
-        raise InputError(f"{path} is no CSV file of numbers: {error}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no CSV file of numbers in UTF-8: {error}") from error
 
 
 def _read(path: Path, reader: Iterator[list[str]]) -> Table:
