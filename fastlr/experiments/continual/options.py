@@ -125,7 +125,7 @@ class ContinualOptions(TrainingOptions):
     on_nan: Literal["stop", "skip"] = "stop"
     measures: tuple[str, ...] = option(MEASURES, known=tuple(FIELDS))
     measure_every: int = option(1, at_least=1)
-    redundancy_n: int = option(5000, at_least=1)
+    redundancy_n: int = option(5000, at_least=2)
     redundancy_probe: Literal["sampled", "rademacher", "exact", "batch"] = "sampled"
     redundancy_batch: int = option(0, at_least=0)
     measure_images: int = option(256, at_least=2)

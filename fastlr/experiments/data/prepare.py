@@ -93,7 +93,7 @@ def prepare(
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
-        workers = _cores()
+        workers = len(os.sched_getaffinity(0))
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
@@ -136,13 +136,6 @@ def prepare(
         show = progress or (lambda *_: None)
         _make(folder, listing, layout.classes, plan, workers, show)
     return ImageStore.open(folder)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -202,11 +202,6 @@ class Run:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
-        if record["kind"] != OUTSIDE:
-            raise InputError(
-                f"records of kind {record['kind']} are written by commit, with the state they led "
-                "to"
-            )
         self._append(_line(record))
 
     def commit(self, record: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -95,10 +95,7 @@ def resolve(
     for key in settings:
         if key not in known:
             raise InputError(f"option {unknown(key, known)}")
-    options = kind(**{**presets[preset], **settings})
-    if getattr(options, "redundancy_n", 2) < 2:  # runs of earlier versions may have it
-        raise InputError("redundancy_n=1: one input has no standard error; give at least 2")
-    return options
+    return kind(**{**presets[preset], **settings})
 
 
 def parse_settings(kind: type, settings: Iterable[str], option: str = "--set") -> dict[str, Any]:

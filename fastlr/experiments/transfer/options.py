@@ -91,7 +91,7 @@ class TransferOptions(training.TrainingOptions):
     epochs: int = option(12, at_least=1)
     steps_per_epoch: int = option(0, at_least=0)
     learning_rate: float = option(2e-3, positive=True)
-    redundancy_n: int = option(1024, at_least=1)
+    redundancy_n: int = option(1024, at_least=2)
     redundancy_probe: Literal["sampled", "rademacher", "batch"] = "sampled"
     redundancy_per_epoch: int = option(4, at_least=1)
     redundancy_batch: int = option(0, at_least=0)

@@ -338,7 +338,7 @@ def test_the_command(tmp_path, images, cli):
         ("--set epoch=1", "did you mean epochs"),
         (
             f"--set redundancy_n=1 --data {images} --out {tmp_path / 'new'}",
-            "one input has no standard error",
+            "redundancy_n=1: give at least 2",
         ),
         ("--tasks 2 --set tasks=3", "both given"),
         ("", "give --out"),

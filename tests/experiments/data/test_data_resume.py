@@ -174,8 +174,7 @@ def test_open_checks(tmp_path):
     for change, message in (
         ({"version": 9}, "version 9"),
         ({"format": "x"}, "not the index"),
-        ({"shape": [18, 8, 9, 3]}, "damaged"),
-        ({"classes": None}, "damaged"),
+        ({"shape": [19, 8, 8, 3]}, "bytes in place of"),
     ):
         (out / "index.json").write_text(json.dumps({**json.loads(text), **change}))
         with raises(InputError, match=message):

@@ -125,11 +125,6 @@ def test_killed_before_there_was_a_configuration_it_can_begin_again(tmp_path, le
         assert run.state["position"] == 3
 
 
-def test_only_a_step_writes_its_record(tmp_path):
-    with Run.create(tmp_path / "run", {}) as run, refused("commit"):
-        run.append({"kind": "task"})
-
-
 def test_a_second_process_is_refused_by_name(tmp_path):
     Run.create(tmp_path / "run", {}).close()
     process, sent = run_writers.start(run_writers.write_on, tmp_path / "run")
