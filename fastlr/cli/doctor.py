@@ -8,10 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import re
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +31,7 @@ OPTIONAL = {
     "transformers": ("no Hugging Face models", install("models")),
     "tensorboard": ("fastlr continual --tensorboard is refused", install("logging")),
     "ray": ("fastlr sweep --ray is refused", install("ray")),
-    "opacus": ("pytest bench/test_peers.py does without Opacus", install("bench")),
-    "backpack": ("pytest bench/test_peers.py does without BackPACK", install("bench")),
 }
-DISTRIBUTIONS = {"backpack": "backpack-for-pytorch"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def examine() -> list[Finding]:
     """Look at everything that fastlr can use; never raises: a check that fails is a finding."""
     checks: dict[str, Callable[[], Finding]] = {"python": _python}
     checks |= {name: partial(_package, name, *told) for name, told in WANTED.items()}
-    checks |= {"GPU": _gpu, "C++ compiler": _compiler, "nvcc": _nvcc, "fastlr._C": _extension}
+    checks |= {"GPU": _gpu, "fastlr._C": _extension}
     checks |= {name: partial(_package, name, *told) for name, told in OPTIONAL.items()}
     findings = []
     for name, check in checks.items():
@@ -103,17 +96,16 @@ def _python() -> Finding:
 
 
 def _package(name: str, cost: str, remedy: str) -> Finding:
-    label = DISTRIBUTIONS.get(name, name)
     try:
         module = importlib.import_module(name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            return Finding(label, False, "not installed", cost, remedy)
+            return Finding(name, False, "not installed", cost, remedy)
         return Finding(
-            label, False, f"does not import: {first_line(error)}", cost, f"reinstall it: {remedy}"
+            name, False, f"does not import: {first_line(error)}", cost, f"reinstall it: {remedy}"
         )
     return Finding(
-        label, True, _version(label) or str(getattr(module, "__version__", "version unknown"))
+        name, True, _version(name) or str(getattr(module, "__version__", "version unknown"))
     )
 
 
@@ -133,36 +125,6 @@ def _gpu() -> Finding:
         p: Any = torch.cuda.get_device_properties(i)
         names.append(f"{p.name} ({p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor})")
     return Finding("GPU", True, f"CUDA {torch.version.cuda}: {', '.join(names)}")
-
-
-def _compiler() -> Finding:
-    named = (sysconfig.get_config_var("CXX") or "c++").split()[0]
-    for name in (named, "c++", "g++", "clang++"):
-        path = shutil.which(name)
-        if path:
-            return Finding("C++ compiler", True, path)
-    return Finding(
-        "C++ compiler",
-        False,
-        "none of c++, g++, clang++",
-        "fastlr._C cannot be built",
-        "install g++",
-    )
-
-
-def _nvcc() -> Finding:
-    cost = "CUDA code cannot be built here; running on a GPU does not need it"
-    remedy = "install the CUDA toolkit of torch's version"
-    path = shutil.which("nvcc")
-    if path is None:
-        return Finding("nvcc", False, "not on PATH", cost, remedy)
-    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    if run.returncode != 0:
-        return Finding(
-            "nvcc", False, f"{path} fails: {first_line(RuntimeError(run.stderr))}", cost, remedy
-        )
-    release = re.search(r"release [^,\n]+", run.stdout)
-    return Finding("nvcc", True, f"{path} ({release[0].strip()})" if release else path)
 
 
 def _extension() -> Finding:
