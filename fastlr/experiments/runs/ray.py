@@ -125,7 +125,8 @@ class Cluster:
             num_cpus=cpus, num_gpus=gpus, max_retries=self.retries, max_calls=1
         )(_carry_out)
         variables = {key: value for key, value in os.environ.items() if key.startswith("FASTLR_")}
-        waiting, running = deque(jobs), {}
+        waiting = deque(jobs)
+        running: dict[Any, str] = {}
         failed: dict[str, str] = {}
         while waiting or running:
             while waiting and len(running) < (at_once or math.inf):
