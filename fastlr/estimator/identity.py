@@ -35,9 +35,14 @@ def tells_all(identity: str) -> bool:
 
 
 def same(left: str, right: str) -> bool | None:
-    """Return whether two identities are of the same thing, or None where that cannot be told."""
+    """Return whether two identities are of the same thing; None if that is unknown.
+
+    Records of earlier versions have none for predictives, or one that is not a text.
+    """
+    if not all(isinstance(identity, str) and identity for identity in (left, right)):
+        return None
     kinds = {left.partition(":")[0], right.partition(":")[0]}
-    if not left or not right or (len(kinds) > 1 and _PREDICTIVE not in kinds):
+    if len(kinds) > 1 and _PREDICTIVE not in kinds:
         return None
     if left == right:
         return True
