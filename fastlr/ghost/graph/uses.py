@@ -6,17 +6,14 @@ of one parameter, weights that are computed of several. Such parameters form a `
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from fastlr.ghost.graph.formulas import call_node, dense
-from fastlr.ghost.graph.walk import CASTS, OF_COMPLEX, Graph, Place, Use
-from fastlr.ops.torch_private import output_metadata
+from fastlr.ghost.graph.walk import CASTS, OF_COMPLEX, VIEWS, Graph, Place, Use
 
 
 @dataclass(eq=False)
@@ -27,9 +24,8 @@ class Group:
         parameters: AccumulateGrad nodes.
         sources: outputs at which the parameter side ends (see `Use.source`).
         relation: "disjoint views": of elements of one parameter, whose norms add. "matrix": each is
-            the parameter or its transpose (``transposed``). "equal views": all show the same
-            elements at the same positions. "computed": the parameter side is differentiated sample
-            by sample.
+            the parameter or its transpose (``transposed``). "computed": the parameter side is
+            differentiated sample by sample.
         transposed: those that are the transpose of a matrix.
     """
 
@@ -94,59 +90,28 @@ def _groups(graph: Graph, sources: Iterable[Place]) -> list[Group]:
 
 def _relate(graph: Graph, group: Group) -> None:
     """Note how the sources of a group are related, where all are views of one parameter."""
-    chains = _view_chains(graph, group)
-    if chains is None:
+    views = {s: sorted(graph.below(s[0]) - graph.parameters.keys()) for s in group.sources}
+    kinds = {graph.names[node] for nodes in views.values() for node in nodes}
+    if len(group.parameters) > 1 or not kinds <= VIEWS:
         return
-    if len(chains) == 1:
+    if len(views) == 1:
         group.relation = "disjoint views"
         return
-    turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
+    turns = {source: _is_transposed(graph, nodes) for source, nodes in views.items()}
     if None not in turns.values():
         group.relation = "matrix"
         group.transposed = frozenset(source for source, turned in turns.items() if turned)
-        return
-    nodes = [node for chain in chains.values() for node, _ in chain]
-    if OF_COMPLEX.isdisjoint(graph.names[node] for node in nodes):
-        group.relation = _relation_of_views(graph, chains)
+    elif kinds.isdisjoint(OF_COMPLEX) and _are_disjoint(graph, group):
+        group.relation = "disjoint views"
 
 
-def _view_chains(graph: Graph, group: Group) -> dict[Place, list[Place]] | None:
-    """Return the views from each source of a group down to its parameter.
+def _is_transposed(graph: Graph, views: Iterable[int]) -> bool | None:
+    """Return True if views of a matrix, one of another, transpose it.
 
-    None where a source is no view, or there are several parameters.
-    """
-    if len(group.parameters) > 1:
-        return None
-    chains: dict[Place, list[Place]] = {}
-    for node, output in group.sources:
-        chain = graph.view_chain(node)
-        if chain is None:
-            return None
-        if chain:  # a use may take another output of the first view than the first
-            chain = [(node, output), *chain[1:]]
-        chains[node, output] = chain
-    return chains
-
-
-def _relation_of_views(graph: Graph, chains: dict[Place, list[Place]]) -> str:
-    """Return how several views of a parameter are related (see `Group`)."""
-    maps = [position_map(graph, chain, graph.shape(*source)) for source, chain in chains.items()]
-    times_seen = torch.stack([seen for seen, _ in maps]).sum(0)
-    if float(times_seen.max()) <= 1:
-        return "disjoint views"
-    shapes = {graph.shape(*source) for source in chains}
-    if len(shapes) == 1 and all(all(map(torch.equal, one, maps[0])) for one in maps[1:]):
-        return "equal views"
-    return "computed"
-
-
-def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
-    """Return True if a chain of views of a matrix transposes it.
-
-    False if it changes nothing, None for anything else.
+    False if they change nothing, None for anything else.
     """
     flip = False
-    for node, _ in chain:
+    for node in views:
         name = graph.names[node]
         if name in CASTS:
             continue
@@ -156,23 +121,16 @@ def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
     return flip
 
 
-def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return how often and where a chain of views shows each element of a parameter.
+def _are_disjoint(graph: Graph, group: Group) -> bool:
+    """Return True if no two of the views of a parameter show the same element.
 
-    Where: at which position of a result of ``shape``.
-
-    Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact
-    to 2^53.
+    The gradient of the sum of the views says how often they show each element.
     """
-    size = math.prod(shape)
-    device = output_metadata(graph.nodes[chain[0][0]])[0].device if chain else torch.device("cpu")
-    seen = torch.ones(shape, dtype=torch.float64, device=device)
-    position = torch.arange(size, dtype=torch.float64, device=device).view(shape)
-    for node, output in chain:
-        if graph.names[node] in CASTS:
-            continue
-        before, after = [None] * output, [None] * (graph.output_count(node) - output - 1)
-        seen, position = (
-            dense(call_node(graph.nodes[node], (*before, t, *after))[0]) for t in (seen, position)
-        )
-    return seen, position
+    variable = graph.nodes[group.parameters[0]].variable
+    edges = [GradientEdge(graph.nodes[node], output) for node, output in group.sources]
+    ones = [
+        torch.ones(graph.shape(*source), dtype=graph.dtype(*source), device=variable.device)
+        for source in group.sources
+    ]
+    (times_shown,) = torch.autograd.grad(edges, variable, ones, retain_graph=True)
+    return bool((times_shown <= 1).all())

@@ -106,7 +106,7 @@ class Graph:
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     keepalive: Any = field(default=None, repr=False)  # holds the nodes
-    _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _below: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def sizes(self) -> list[tuple[tuple[int, ...], ...]]:
@@ -244,8 +244,8 @@ class Graph:
         """
         return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
 
-    def parameters_below(self, node: int) -> tuple[int, ...]:
-        """AccumulateGrad nodes of parameters at or below a parameter-side node."""
+    def below(self, node: int) -> frozenset[int]:
+        """Return the nodes at or below a parameter-side node."""
         if node not in self._below:
             seen, stack = {-1}, [node]
             while stack:
@@ -253,27 +253,16 @@ class Graph:
                 if i not in seen:
                     seen.add(i)
                     stack.extend(child for child, _ in self.children[i])
-            self._below[node] = tuple(sorted(seen & self.parameters.keys()))
+            self._below[node] = frozenset(seen - {-1})
         return self._below[node]
+
+    def parameters_below(self, node: int) -> list[int]:
+        """AccumulateGrad nodes of parameters at or below a parameter-side node."""
+        return sorted(self.below(node) & self.parameters.keys())
 
     def names_below(self, node: int) -> list[str]:
         """Names of the parameters at or below a parameter-side node."""
         return [self.parameters[p] for p in self.parameters_below(node)]
-
-    def view_chain(self, node: int) -> list[Place] | None:
-        """Return the nodes from a source down to its one parameter if all are views, else None.
-
-        With each node comes the output number used.
-        """
-        chain, output = [], 0
-        while node not in self.parameters:
-            if self.names[node] not in VIEWS:
-                return None
-            chain.append((node, output))
-            (node, output), *more = [(c, o) for c, o in self.children[node] if c >= 0] or [(-1, 0)]
-            if more or node < 0:
-                return None
-        return chain
 
 
 def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:

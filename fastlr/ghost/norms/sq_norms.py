@@ -257,9 +257,6 @@ def _norms_of_group(
     if group.relation == "disjoint views":
         parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
         return {name: reduce(torch.add, parts)}
-    if group.relation == "equal views":
-        added = [factor for fs in factors.values() for factor in fs]
-        return {name: combined_sq_norms(added, graph.shape(*group.sources[0]))}
     if group.relation == "matrix":
         upright = _upright(group, factors)
         if upright is not None:
