@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.ghost.graph.layouts import Unsupported
 from fastlr.ops.torch_private import output_metadata
 
 
@@ -34,14 +34,8 @@ def _call_own(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
     )
     result = node.apply(*given)
     by_argument = result if isinstance(result, tuple) else (result,)
-    needed = [argument for argument, wanted in enumerate(node.needs_input_grad) if wanted]
-    linked = [slot for slot, (child, _) in enumerate(node.next_functions) if child is not None]
-    if len(needed) != len(linked) or max(needed) >= len(by_argument):
-        raise Unsupported(f"{node.name()} does not say which of its arguments need a gradient")
-    by_slot: list[Tensor | None] = [None] * len(node.next_functions)
-    for slot, argument in zip(linked, needed, strict=True):
-        by_slot[slot] = by_argument[argument]
-    return tuple(by_slot)
+    needed = compress(by_argument, node.needs_input_grad)
+    return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
 
 
 def dense(grad: Tensor | None) -> Tensor:
