@@ -58,13 +58,6 @@ class Factor:
         """Gradients of samples lo to hi: [hi - lo, *shape]."""
         raise NotImplementedError
 
-    def real(self) -> Factor:
-        """The real parts of the gradients.
-
-        A real tensor gets these where complex numbers are computed of it.
-        """
-        return self
-
     def transpose(self) -> Factor | None:
         """Gradients of the transposed matrix; None where there is no cheap form."""
         return None
@@ -85,9 +78,6 @@ class Dense(Factor):
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return raised(self.grads[lo:hi])  # to be added to others
-
-    def real(self) -> Dense:  # noqa: D102
-        return Dense(self.grads.real) if self.grads.is_complex() else self
 
     def transpose(self) -> Dense | None:  # noqa: D102
         return Dense(self.grads.mT) if self.grads.ndim == 3 else None
@@ -135,11 +125,6 @@ class ComplexOuter(Outer):
         upper = torch.cat([g.real, g.imag], 3)
         lower = torch.cat([-g.imag, g.real], 3)
         return ops.run("linear_sq_norms", rows, torch.cat([upper, lower], 2))
-
-    def real(self) -> Outer:  # noqa: D102
-        a, g = self.a, self.g
-        rows, weights = torch.cat([a.real, a.imag], 2), torch.cat([g.real, -g.imag], 2)
-        return Outer(rows, weights, self.shape, self.inputs_first)
 
 
 @dataclass

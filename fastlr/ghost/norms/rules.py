@@ -188,7 +188,7 @@ def _product(
     a, g = (saved, g) if slot == 1 else (saved.mT, g.mT)
     a, g = _rows_of_groups(site, a), _rows_of_groups(site, g)
     if g.is_complex():
-        return ComplexOuter(a.to(g.dtype).conj(), g, tuple(shape), inputs_first=slot == 1)
+        return ComplexOuter(a.conj(), g, tuple(shape), inputs_first=slot == 1)
     return Outer(a, g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
 
 

@@ -242,11 +242,13 @@ def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
     if (complex_gradient or complex_slots) and name not in COMPLEX:
         raise Unsupported("complex numbers")
     factors = RULES[name](site, [use.slot for use in uses])
-    if not complex_gradient:
-        return factors
-    return {
-        slot: factor if slot in complex_slots else factor.real() for slot, factor in factors.items()
-    }
+    # Where complex numbers are computed of a real tensor, it gets the real part. Torch multiplies
+    # matrices of one dtype only, so its factor is dense.
+    for slot in factors.keys() - complex_slots if complex_gradient else ():
+        factor = factors[slot]
+        if isinstance(factor, Dense):
+            factors[slot] = Dense(factor.grads.real)
+    return factors
 
 
 def _norms_of_group(
