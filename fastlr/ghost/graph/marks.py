@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.graph.backward import backward
-from fastlr.ghost.graph.layouts import Layout, Ragged, Regular, possible_layouts
+from fastlr.ghost.graph.layouts import Layout, Ragged, possible_layouts
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
 
@@ -41,19 +41,17 @@ def layouts_by_marks(
         For each place that a gradient reaches, the likeliest layout that the passes confirm; None
         if they confirm none.
     """
-    options = {place: _every_layout(graph, place, z.shape[out_dim]) for place in places}
+    options: dict[Place, list[Layout]] = {}
+    for place in places:
+        shape = graph.shape(*place)
+        regular = possible_layouts(shape, z.shape[out_dim])
+        options[place] = [*regular, *map(Ragged, range(len(shape)))]
     likeliest = {place: layouts[:1] for place, layouts in options.items()}
     found = _confirmed(graph, uses, z, v, out_dim, likeliest)
     others = {place: options[place][1:] for place, layout in found.items() if layout is None}
     if any(others.values()):
         found |= _confirmed(graph, uses, z, v, out_dim, others)
     return found
-
-
-def _every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
-    """Return all layouts that an output could have: regular ones, then rows in any order."""
-    shape = graph.shape(*place)
-    return [*possible_layouts(shape, count), *map(Ragged, range(len(shape)))]
 
 
 def _confirmed(
@@ -99,11 +97,9 @@ def row_sums(gradient: Tensor, dim: int) -> Tensor:
     """Sum of absolute values over all axes but ``dim``: [size of dim], float64."""
     if gradient.layout != torch.strided:
         return _row_sums_of_sparse(gradient, dim)
-    others = [d for d in range(gradient.ndim) if d != dim]
-    if not others:
-        return gradient.detach().abs().double()
+    others = [d for d in range(gradient.ndim + 1) if d != dim]
     wide = torch.complex128 if gradient.is_complex() else torch.float64
-    return torch.linalg.vector_norm(gradient.detach(), 1, others, dtype=wide)
+    return torch.linalg.vector_norm(gradient.detach()[..., None], 1, others, dtype=wide)
 
 
 def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
@@ -116,19 +112,10 @@ def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
     return sums.index_add_(0, entries.indices()[dim], row_sums(values, 0))
 
 
-OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
-
-
-IN_SINGLE = 8
-
-
-# Of a row's factor: less than what a share of 2^-OCTAVES of another sample makes.
-TOLERANCE = {torch.float64: 1e-6}
-
-
-SINGLE = 1e-3
-NOISE = {torch.float64: 1e-12}
-NOISE_IN_SINGLE = 1e-9
+# Octaves that marks span, and the tolerance and the noise of `Marks`, by the least precise dtype of
+# the graph. The tolerance is less than what a share of 2^-octaves of another sample makes.
+_IN_DOUBLE = 18, 1e-6, 1e-12
+_IN_SINGLE = 8, 1e-3, 1e-9
 
 
 @dataclass(frozen=True)
@@ -161,14 +148,14 @@ class Marks:
     def make(count: int, dtype: torch.dtype, device: torch.device) -> Marks:
         """Return marks for ``count`` samples in a graph of this dtype."""
         generator = torch.Generator().manual_seed(count)
-        size = OCTAVES.get(dtype, IN_SINGLE) + 1
+        octaves, tolerance, noise = _IN_DOUBLE if dtype == torch.float64 else _IN_SINGLE
+        size = octaves + 1
         digits = max(1, math.ceil(math.log(count, size) - 1e-9))
         numbers = torch.randperm(size**digits, generator=generator)[:count]
         owner = torch.full((size**digits,), -1)
         owner[numbers] = torch.arange(count)
         places = [numbers // size**place % size for place in range(digits)]
         check = torch.randint(size, (count,), generator=generator)
-        tolerance, noise = TOLERANCE.get(dtype, SINGLE), NOISE.get(dtype, NOISE_IN_SINGLE)
         factors = torch.exp2(torch.stack([*places, check]).double())
         return Marks(factors.to(device), owner.to(device), size, tolerance, noise)
 
@@ -190,14 +177,12 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
         marked: row sums [passes, size] with marks.
         marks: the marks.
     """
-    alive = plain > plain.max() * marks.noise if plain.numel() else plain.bool()
-    if isinstance(layout, Regular):
-        factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
-        wrong = (marked - plain * factors).abs() > marks.tolerance * plain * factors
-        return None if bool((wrong & alive).any()) else layout
-    ratios = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
-    ids = marks.read(ratios[:-1])
-    unknown = ids < 0
-    ids = ids.clamp_min(0)
-    wrong = ((ratios / marks.factors[:, ids] - 1).abs() > marks.tolerance).any(0) | unknown
-    return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)
+    if isinstance(layout, Ragged):
+        ratios = torch.where(plain > 0, marked / plain, 1.0)
+        # A number of no sample is taken as sample 0, whose factors differ from what was read.
+        layout = Ragged(layout.dim, marks.read(ratios[:-1]).clamp_min(0))
+    ids = layout.samples(len(plain), marks.factors.shape[1], plain.device)
+    expected = plain * marks.factors[:, ids]
+    is_wrong = (marked - expected).abs() > marks.tolerance * expected
+    is_alive = plain > plain.max() * marks.noise if plain.numel() else plain.bool()
+    return None if bool((is_wrong & is_alive).any()) else layout
