@@ -9,6 +9,7 @@ of a sample-side node: there the gradient of each sample can be had, and nowhere
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,38 +149,22 @@ class Graph:
     def signature(self) -> tuple:
         """Return the structure of the graph, without shapes.
 
-        Kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
-
-        Shapes are not in it.
+        Kinds, edges, parameters, and what views show of parameters that are seen in several ways:
+        there it matters which parts.
         """
-        details: list[Any] = []
         root = {i: i for i in self.parameters}  # parameters, and views of them -> which parameter
-        views: list[tuple[int, int]] = []
-        used: set[int] = set()
-        # Parameters that are seen in several ways: there it matters which parts.
-        several: set[int] = set()
-        for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
-            if "BatchNorm" in name:
-                details.append(getattr(node, "_saved_training", None))
-            elif name == "RollBackward0":
-                details.append((node._saved_shifts, node._saved_dims))
-            for child, _ in self.children[i]:
-                if child in root:
-                    if child in used:
-                        several.add(root[child])
-                    used.add(child)
-            if name in VIEWS and self.children[i] and self.children[i][0][0] in root:
+        for i, name in enumerate(self.names):
+            if name in VIEWS and self.children[i][0][0] in root:
                 root[i] = root[self.children[i][0][0]]
-                views.append((i, root[i]))
-        for i, parameter in views:
-            if parameter in several:
-                details += [getattr(self.nodes[i], f"_saved_{name}", None) for name in _SHOWN]
-        return (
-            tuple(self.names),
-            tuple(self.children),
-            tuple(self.parameters.items()),
-            tuple(details),
+        used = Counter(child for children in self.children for child, _ in children)
+        several = {parameter for i, parameter in root.items() if used[i] > 1}
+        shown = tuple(
+            getattr(self.nodes[i], f"_saved_{attribute}", None)
+            for i, parameter in root.items()
+            if parameter in several
+            for attribute in _SHOWN
         )
+        return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), shown
 
     def classify(self, other: Graph | None) -> None:
         """Decide the side of each node, bottom up.
