@@ -59,11 +59,6 @@ KEEPS: dict[str, Keeps] = {}
 READ: dict[str, tuple[str, ...]] = {}  # kind -> what decides along which axes it works
 
 
-def axis(dim: int, ndim: int) -> int:
-    """An axis as autograd saves it (negative ones as unsigned numbers), counted from 0."""
-    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(1, ndim)
-
-
 def saved_axes(graph: Graph) -> tuple:
     """Return the axes along which nodes of the graph work, as far as they have saved them.
 
@@ -118,11 +113,8 @@ _register(
     "Maximum Minimum Mish MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 "
     "Reciprocal Relu Remainder Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh "
     "Softplus Softshrink SpecialNdtri Sqrt SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
-    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
-    elementwise,
-)
-_register("Angle Complex Conj ConjPhysical Polar", elementwise)
-_register(
+    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards "
+    "Angle Complex Conj ConjPhysical Polar "
     "Deg2Rad Digamma Fmod FmodBackward1 I0 Igamma Igammac Mvlgamma Polygamma Rad2Deg SpecialEntr "
     "SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialZeta",
     elementwise,
@@ -151,25 +143,30 @@ def _reshaped(s: Step) -> Regular | None:
     return None
 
 
-_register("View UnsafeView ReshapeCopy Squeeze Unsqueeze", _reshaped)
-_register("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _reshaped)
+_register(
+    "View UnsafeView ReshapeCopy Squeeze SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 "
+    "Unsqueeze UnsqueezeBackward1",
+    _reshaped,
+)
+
+
+def _axes(s: Step, ndim: int) -> list[int]:
+    """The axes along which a node works, counted from 0, as it has saved them: none for all."""
+    axes: list[Any] = []
+    for attribute in READ[s.name]:
+        saved = getattr(s.node, attribute)
+        axes += saved if isinstance(saved, Sequence) else [saved]
+    # Autograd saves negative ones as unsigned numbers.
+    return [(d - (1 << 64) if d >= 1 << 63 else d) % max(1, ndim) for d in axes if d is not None]
 
 
 def _transposed(s: Step) -> Regular | None:
-    n = len(s.outer)
-    order = list(range(n))
-    a, b = (
-        (0, 1)
-        if s.name == "TBackward0"
-        else (axis(s.node._saved_dim0, n), axis(s.node._saved_dim1, n))
-    )
-    if n > 1:
-        order[a], order[b] = b, a
-    return s.at(order[s.layout.dim])
+    a, b = _axes(s, len(s.inner))
+    return s.at({a: b, b: a}.get(s.layout.dim, s.layout.dim))
 
 
 def _permuted(s: Step) -> Regular | None:
-    return s.at(axis(s.node._saved_dims[s.layout.dim], len(s.outer)))
+    return s.at(_axes(s, len(s.inner))[s.layout.dim])
 
 
 def _restrided(s: Step) -> Regular | None:
@@ -186,7 +183,7 @@ def _restrided(s: Step) -> Regular | None:
     return _reshaped(s) if stride == prod(s.inner) and not s.node._saved_storage_offset else None
 
 
-_register("T", _transposed)
+_register("T", lambda s: s.at(len(s.outer) - 1 - s.layout.dim))
 _register("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
 _register("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
 _register("Transpose", _transposed, "dim0", "dim1")
@@ -197,17 +194,9 @@ _register("Permute", _permuted, "dims")
 # --------------------------------------------------------------------
 
 
-def _axes(s: Step, ndim: int, *names: str) -> list[int]:
-    """The axes that a node has saved under the first of these names that it has."""
-    attributes = [f"_saved_{name}" for name in names]
-    saved = next(getattr(s.node, name) for name in attributes if hasattr(s.node, name))
-    several = saved if isinstance(saved, Sequence) else [saved]
-    return [axis(d, ndim) for d in several]
-
-
 def _beside(s: Step) -> Regular | None:
-    """Works along its own axes only, and keeps the number of axes."""
-    axes = _axes(s, len(s.outer), "dim", "dims")
+    """Works along its own axes only. Axes stay where they are; windows are along a new last one."""
+    axes = _axes(s, len(s.inner))
     return s.at(s.layout.dim) if axes and s.layout.dim not in axes else None
 
 
@@ -216,25 +205,16 @@ def _same_axis(s: Step) -> Regular | None:
     return s.at(s.layout.dim)
 
 
-def _unfolded(s: Step) -> Regular | None:
-    """Windows along one axis, laid along a new last one."""
-    kept = s.layout.dim < len(s.inner) and s.layout.dim not in _axes(s, len(s.inner), "dimension")
-    return s.at(s.layout.dim) if kept else None
-
-
 def _without(s: Step) -> Regular | None:
     """Some axes of the input are not in the output, or of size 1 there."""
-    saved = s.node._saved_dim
-    if saved is None or (isinstance(saved, Sequence) and not len(saved)):
-        return None  # all of them
-    axes = _axes(s, len(s.inner), "dim")
-    if len(s.outer) == len(s.inner):
-        return s.at(s.layout.dim) if s.layout.dim not in axes else None
+    axes = _axes(s, len(s.inner))
+    if len(s.outer) == len(s.inner) or not axes:
+        return _beside(s)
     return s.at([d for d in range(len(s.inner)) if d not in axes][s.layout.dim])
 
 
 def _stacked(s: Step) -> Regular | None:
-    (new,) = _axes(s, len(s.outer), "dim")
+    (new,) = _axes(s, len(s.outer))
     return None if s.layout.dim == new else s.at(s.layout.dim - (s.layout.dim > new))
 
 
@@ -244,30 +224,20 @@ def _padded(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if not any(pad[start : start + 2]) else None
 
 
-_register("Flip Roll", _beside, "dims")
-_register("FftC2C FftC2R FftR2C", _beside, "dim")
-_register(
-    "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax "
-    "Scatter",
-    _beside,
-    "dim",
-)
-_register(
-    "ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit",
-    _beside,
-    "dim",
-)
-_register("UnsafeSplitWithSizes", _beside, "dim")
 _register("Slice", _same_axis)
-_register("Unfold", _unfolded, "dimension")
+_register("Unfold", _beside, "dimension")
+_register("Flip Roll", _beside, "dims")
+_register(
+    "Cat Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C Gather Glu IndexSelect LogSoftmax "
+    "Logcumsumexp SafeSoftmax Scatter ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split "
+    "SplitWithSizes Topk UnsafeSplit UnsafeSplitWithSizes",
+    _beside,
+    "dim",
+)
 _register(
     "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode "
-    "Nansum",
-    _without,
-    "dim",
-)
-_register(
-    "NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean",
+    "Nansum NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var "
+    "VarMean",
     _without,
     "dim",
 )
@@ -311,8 +281,11 @@ def _matrices(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if s.slot == 0 and s.layout.dim < len(s.inner) - 2 else None
 
 
-_register("LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv", _matrices)
-_register("LinalgQr LinalgSlogdet LinalgSvd", _matrices)
+_register(
+    "LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx LinalgMatrixExp LinalgPinv LinalgQr "
+    "LinalgSlogdet LinalgSvd",
+    _matrices,
+)
 
 
 _alike = _leading(2, any_slot=True)  # for every matrix of every input
@@ -322,11 +295,7 @@ _register("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else No
 
 def first_axis(s: Step) -> Regular | None:
     """Alike for every index of the first axis."""
-    return (
-        s.at(0)
-        if s.layout.dim == 0 and s.slot == 0 and s.output == 0 and len(s.inner) == len(s.outer)
-        else None
-    )
+    return _leading(len(s.outer) - 1)(s)
 
 
 def _columns(s: Step) -> Regular | None:
@@ -373,15 +342,8 @@ def product_rows(first: int) -> Keeps:
         if s.slot < first:
             return elementwise(s)
         from_end = len(s.outer) - s.layout.dim
-        if (
-            from_end == 2
-            and s.slot == first
-            or from_end == 1
-            and s.slot == first + 1
-            or from_end == 3
-        ):
-            return s.at(len(s.inner) - from_end)
-        return None
+        own = 2 if s.slot == first else 1  # of this factor
+        return s.at(len(s.inner) - from_end) if from_end in (own, 3) else None
 
     return keeps
 
@@ -468,7 +430,7 @@ def _through(
     step = Step(graph.nodes[i], name, layout, output, slot, outer, inner)
     try:
         return KEEPS[name](step)
-    except (AttributeError, RuntimeError, IndexError, StopIteration, TypeError):
+    except (AttributeError, RuntimeError, IndexError, TypeError):
         return None  # what the node has saved cannot be read
 
 
