@@ -291,15 +291,9 @@ def _through_parameter_side(
     elements = sum(t.shape.numel() for t in (*totals.values(), *variables))
     parts = []
     for lo, hi in chunks(len(next(iter(totals.values()))), elements, CHUNK_ELEMENTS):
-        grads = {s: total.dense(lo, hi) for s, total in totals.items()}
-        # Parameters that are used as they are.
-        sums = {s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters}
-        if grads:
-            cast = {s: g.to(graph.dtype(*s)) for s, g in grads.items()}
-            for p, grad in zip(group.parameters, _pull_back(graph, cast, variables), strict=True):
-                if grad is not None:
-                    sums[p] = grad + sums[p] if p in sums else grad
-        parts.append({p: Dense(g).sq_norms() for p, g in sums.items()})
+        grads = {s: total.dense(lo, hi).to(graph.dtype(*s)) for s, total in totals.items()}
+        by_parameter = zip(group.parameters, _pull_back(graph, grads, variables), strict=True)
+        parts.append({p: Dense(g).sq_norms() for p, g in by_parameter if g is not None})
     return {graph.parameters[p]: torch.cat([part[p] for part in parts]) for p in parts[0]}
 
 
