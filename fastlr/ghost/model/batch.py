@@ -88,18 +88,6 @@ def _expanded(t: Tensor) -> bool:
     )
 
 
-def cast_inputs(x: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of a nested structure."""
-    if dtype is None:
-        return x
-
-    def cast(leaf: Any) -> Any:
-        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floats else leaf
-
-    return tree_map(cast, x)
-
-
 def along(x: Any, count: int, in_dim: int) -> list[int]:
     """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
     leaves = enumerate(tree_flatten(x)[0])
@@ -156,7 +144,10 @@ class Batch:
             leaves[i] = _ordered_like(
                 self.leaves[i], self.leaves[i].index_select(self.in_dim, index)
             )
-        return cast_inputs(tree_unflatten(leaves, self.spec), dtype)
+        for i, leaf in enumerate(leaves if dtype else ()):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                leaves[i] = leaf.to(dtype)
+        return tree_unflatten(leaves, self.spec)
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Return the batch of these samples."""

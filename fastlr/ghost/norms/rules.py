@@ -375,18 +375,15 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     shape = site.shapes[0]
     dim, g = site.layout.dim, site.g
     lead = g.ndim - len(shape)
-    length = shape[dim - lead] if dim >= lead else 1  # of one copy along the samples' axis
-    rows = site.split(g, dim)  # [B, copies * length, other axes]
-    if rows.shape[1] % length:
-        raise Unsupported("a sample owns a part of a copy")
+    rows = site.split(g, dim).movedim(1, 1 + dim)  # [B, *axes of g, the samples' one shorter]
+    sizes = [site.count]
+    for length, size in zip(rows.shape[1:], [1] * lead + [*shape], strict=True):
+        if length % size:
+            raise Unsupported("a sample owns a part of a copy")
+        sizes += [length // size, size]
     wide = torch.promote_types(g.dtype, torch.float32)
-    rows = rows.unflatten(1, (-1, length)).sum(1, dtype=wide).movedim(1, 1 + dim)
-    sizes, axes = [site.count], []
-    for d in range(g.ndim):
-        size = shape[d - lead] if d >= lead else 1
-        axes.append(len(sizes))
-        sizes += [rows.shape[1 + d] // size, size]
-    return {0: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape))}
+    copies = range(1, len(sizes), 2)
+    return {0: Dense(rows.reshape(sizes).sum([*copies], dtype=wide).reshape(site.count, *shape))}
 
 
 @rule(
