@@ -8,7 +8,6 @@ by the c_j of the sample that the row belongs to.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -95,8 +94,6 @@ def possible_layouts(shape: torch.Size, count: int) -> list[Regular]:
         if size % count:
             continue
         rest = size // count
-        most = math.isqrt(rest) if rest <= 1 << 16 else 1
-        small = [k for k in range(1, most + 1) if rest % k == 0]
-        divisors = sorted({*small, *(rest // k for k in small)})
-        layouts += [Regular(dim, k, rest // k) for k in divisors]
+        factors = range(1, rest + 1) if rest <= 1 << 16 else (1, rest)
+        layouts += [Regular(dim, k, rest // k) for k in factors if rest % k == 0]
     return layouts

@@ -34,7 +34,7 @@ def as_inputs(x: Any) -> Any:
         return t.clone() if t.is_inference() else t.detach()
 
     with torch.inference_mode(False):
-        return clean(x) if isinstance(x, Tensor) else tree_map(clean, x)
+        return tree_map(clean, x)
 
 
 def holds_nan(t: Tensor) -> bool:

@@ -74,15 +74,12 @@ def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]
         yield Pass(made.v, _squared(made.exponent), more=False)
         return
     several = _tensors(made)
-    try:
-        current = next(several)
-    except StopIteration:
-        raise InputError("the cotangent function gave no cotangents") from None
-    while True:
+    current = next(several, None)
+    if current is None:
+        raise InputError("the cotangent function gave no cotangents")
+    while current is not None:
         following = next(several, None)
         yield Pass(*scaled(current, output, out_dim), more=following is not None)
-        if following is None:
-            return
         current = following
 
 
