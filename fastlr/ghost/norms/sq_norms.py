@@ -75,7 +75,8 @@ def sq_norms(
 ) -> dict[str, Tensor]:
     """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
 
-    There is one tensor for every parameter in the graph that is not measured by sample.
+    There is one tensor for every parameter that a gradient reaches. Those of parameters that are
+    measured by sample, if there are any, are of no use.
 
     Args:
         graph: Classified graph below ``z``.
@@ -138,9 +139,7 @@ def sq_norms(
                     plan.measure_by_sample(graph.names_below(use.child), str(error))
                 raise MeasureAgain from error
         norms.add_waiting()
-    zero = torch.zeros(plan.count, dtype=torch.float64, device=z.device)
-    names = {graph.parameters[p] for group in plan.uses.groups for p in group.parameters}
-    return {name: norms.by_name.get(name, zero) for name in names if name not in plan.by_sample}
+    return norms.by_name
 
 
 def _block_of(node: Any) -> str:
