@@ -259,22 +259,15 @@ def _norms_of_group(
         parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
         return {name: reduce(torch.add, parts)}
     if group.relation == "matrix":
-        upright = _upright(group, factors)
-        if upright is not None:
+        turned = [
+            factor.transpose() if source in group.transposed else factor
+            for source, of_source in factors.items()
+            for factor in of_source
+        ]
+        upright = [factor for factor in turned if factor is not None]
+        if len(upright) == len(turned):
             return {name: combined_sq_norms(upright, graph.shape(group.parameters[0]))}
     return _through_parameter_side(graph, group, factors)
-
-
-def _upright(group: Group, factors: dict[Place, list[Factor]]) -> list[Factor] | None:
-    """Return factors of a matrix, where some are of its transpose; None if one cannot be turned."""
-    upright: list[Factor] = []
-    for source, of_source in factors.items():
-        for factor in of_source:
-            turned = factor.transpose() if source in group.transposed else factor
-            if turned is None:
-                return None
-            upright.append(turned)
-    return upright
 
 
 def _through_parameter_side(
