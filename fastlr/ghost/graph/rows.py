@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.graph.layouts import Regular
-from fastlr.ghost.graph.walk import RAGGED, SAMPLE, Graph, Place
+from fastlr.ghost.graph.walk import RAGGED, SAMPLE, Graph, Place, kinds
 
 
 @dataclass
@@ -71,25 +71,24 @@ def saved_axes(graph: Graph) -> tuple:
     )
 
 
-def register(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
+def register(names: Iterable[str], rows: Keeps, *read: str) -> None:
     """Enter kinds of nodes that keep rows.
 
     Args:
-        kinds: names of autograd's nodes.
+        names: names of autograd's nodes.
         rows: Function of a step that returns where a sample's rows are in the input's gradient;
             None if that is unknown.
         read: what the nodes have saved of the axes along which they work.
     """
-    for kind in kinds:
+    for kind in names:
         KEEPS[kind] = rows
         if read:
             READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
 
 
 def _register(names: str, rows: Keeps, *read: str) -> None:
-    """Enter kinds of nodes that have no rule; "Backward0" is added to names without Backward."""
-    kinds = [name if "Backward" in name else f"{name}Backward0" for name in names.split()]
-    register(kinds, rows, *read)
+    """Enter kinds of nodes that have no rule."""
+    register(kinds(names), rows, *read)
 
 
 # -- elementwise, with broadcasting

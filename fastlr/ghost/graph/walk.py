@@ -23,39 +23,36 @@ from fastlr.ops.torch_private import output_metadata, own_function
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
+def kinds(names: str) -> frozenset[str]:
+    """Return kinds of nodes; "Backward0" is added to names without Backward."""
+    return frozenset(name if "Backward" in name else f"{name}Backward0" for name in names.split())
+
+
 # Pairs of numbers as one, and back.
-OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})
+OF_COMPLEX = kinds("ViewAsComplex ViewAsReal")
+CASTS = kinds("ToCopy Clone Alias")
 
 
 # Each element of the output is one element of the input, none twice: the squared norm goes through
 # unchanged.
 VIEWS = (
-    frozenset(
-        f"{name}Backward0"
-        for name in (
-            "T Transpose Permute View UnsafeView ReshapeCopy Alias Split SplitWithSizes Chunk "
-            "Slice Select Unbind Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
-        ).split()
+    OF_COMPLEX
+    | CASTS
+    | kinds(
+        "T Transpose Permute View UnsafeView ReshapeCopy Split SplitWithSizes UnsafeSplit Chunk "
+        "Slice Select Unbind Unsqueeze Squeeze SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 "
+        "Narrow Flip Roll Detach Swapaxes Moveaxis"
     )
-    | {f"SqueezeBackward{i}" for i in range(1, 4)}
-    | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
-    | OF_COMPLEX
 )
 
 
 # One operation, whose node is another by library, size or mode.
-ALIASES = dict.fromkeys(
-    ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0"
-)
-
-
-ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
-
-
-ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
-
-
-CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
+ALIASES = {
+    "CudnnBatchNormBackward0": "NativeBatchNormBackward0",
+    "MiopenBatchNormBackward0": "NativeBatchNormBackward0",
+    "EuclideanDistBackward0": "CdistBackward0",  # of more than 25 rows or points
+    "ReshapeAliasBackward0": "ViewBackward0",  # what reshape is within a dispatch mode
+}
 
 
 _SHOWN = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
@@ -308,12 +305,7 @@ def _kind(node: Any) -> str:
 
     A user's Function must not pass for one of fastlr's.
     """
-    name = node.name()
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        function = own_function(node)
-        return (
-            name
-            if str(getattr(function, "__module__", "")).startswith("fastlr.")
-            else f"{OWN}{name}"
-        )
-    return ALIASES.get(name, name)
+    name, function = node.name(), own_function(node)
+    if function is None:
+        return ALIASES.get(name, name)
+    return name if function.__module__.startswith("fastlr.") else f"{OWN}{name}"
