@@ -28,6 +28,7 @@ from fastlr.ghost.fusion.pending import (
     Product,
     computed,
     result_dtype,
+    version_of,
 )
 from fastlr.ghost.fusion.squeeze_excitation import (
     MEANS,
@@ -174,9 +175,7 @@ def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
     blocks.used.update(own)
     del blocks.not_folded[name]
     blocks.folded[name] = "none"
-    result = pending.next_step()
-    result.batch_norm = Norm(mean, var, gamma, beta, float(given["eps"]))
-    return result
+    return pending.next_step(batch_norm=Norm(mean, var, gamma, beta, float(given["eps"])))
 
 
 def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
@@ -219,9 +218,8 @@ def addition(blocks: Blocks, call: Call) -> Pending | None:
     if not pending.takes_addition:  # the other was made from it: that has needed its numbers
         return None
     blocks.folded[pending.weight_name] = "add"
-    result = pending if in_place else pending.next_step()
-    result.take_residual(other)
-    return result
+    versions = [*pending.versions, version_of(other)]
+    return pending.next_step(in_place=in_place, residual=other, versions=versions)
 
 
 def _as_residual(other: Tensor, block: Pending) -> Tensor:
@@ -246,17 +244,14 @@ def activation(blocks: Blocks, call: Call) -> Pending | None:
     pending, found = call.operand, _activation_of(call)
     if found is None or not torch.is_grad_enabled():
         return None
-    if not isinstance(pending, Pending) or pending.batch_norm is None:
+    if not isinstance(pending, Pending) or not pending.can_be_folded:
         return None
-    if pending.activation != "none" or not pending.untouched or pending.absorbed:
+    if pending.activation != "none":
         return None
     name, in_place = found
     follows = name if pending.residual is None else f"add, {name}"
     blocks.folded[pending.weight_name] = follows
-    # In place: whoever holds it sees the change.
-    result = pending if in_place else pending.next_step()
-    result.activation = name
-    return result
+    return pending.next_step(in_place=in_place, activation=name)
 
 
 # Activations that may have an argument ``inplace``, and others that are told by their function

@@ -95,7 +95,7 @@ class Lazy(Tensor):
     """
 
     blocks: Blocks  # of the model, to be told what forbids folding
-    value: Tensor | None  # the result, once somebody has needed its numbers
+    value: Tensor | None = None  # the result, once somebody has needed its numbers
     shape: Any = None
     ndim: Any = None
     dtype: Any = None
@@ -157,25 +157,18 @@ class Product(Lazy):
 
     factored: Lazy
     factors: Tensor
-    version: int  # of the factors, to tell whether they were changed in place
 
     @staticmethod
     def __new__(cls, factored: Lazy, factors: Tensor) -> Product:
         """Stand for ``factored * factors``."""
         self: Product = cls.standing_for(factored.shape, factored.dtype, factored.device)
-        self.blocks, self.value = factored.blocks, None
-        self.factored, self.factors, self.version = factored, factors, factors._version
+        self.blocks, self.factored, self.factors = factored.blocks, factored, factors
         return self
 
     def make(self) -> Tensor:  # noqa: D102
-        if self.factors._version != self.version:
-            # Then nothing is folded.
-            raise RuntimeError("the factor of a product was changed in place")
         return Gate.apply(self.factored.compute(), self.factors)
 
     def loaded(self) -> Loaded:  # noqa: D102
-        if self.value is not None or self.factors._version != self.version:
-            return Loaded(self.compute())
         return self.factored.loaded()._replace(gate=self.factors)
 
     def try_to_leave_steps(self) -> bool:  # noqa: D102
@@ -239,39 +232,38 @@ class Pending(Lazy):
     """
 
     convolution: Convolution
-    batch_norm: Norm | None
-    residual: Tensor | None
-    activation: str
+    batch_norm: Norm | None = None
+    residual: Tensor | None = None
+    activation: str = "none"
     autocast: bool  # as it was at the convolution
-    # `write_counts` of the input and of the residual, when the block took them in.
-    x_writes: tuple[int, ...]
-    residual_writes: tuple[int, ...]
-    absorbed: bool  # a later step of the block exists, which stands for this one too
-    unactivated: Loaded | None  # computed but for the activation, which is left to the readers
+    versions: list[int]  # of the input and of the residual, when the block took them in
+    absorbed: bool = False  # a later step of the block exists, which stands for this one too
+    # Computed but for the activation, which is left to the readers.
+    unactivated: Loaded | None = None
 
     @staticmethod
     def __new__(cls, blocks: Blocks, convolution: Convolution, shape: list[int]) -> Pending:
         """Stand for a result of this shape."""
         x = convolution.x
         self: Pending = cls.standing_for(shape, result_dtype(x), x.device)
-        self.blocks, self.value = blocks, None
-        self.convolution, self.batch_norm, self.activation = convolution, None, "none"
+        self.blocks, self.convolution = blocks, convolution
         self.autocast = torch.is_autocast_enabled(x.device.type)
-        self.x_writes = write_counts(loaded_of(x))
-        self.residual, self.residual_writes = None, ()
-        self.absorbed, self.unactivated = False, None
+        self.versions = [version_of(x)]
         return self
 
-    def next_step(self) -> Pending:
-        """Return the same once more, to take in the next call; this one is absorbed."""
-        result = Pending(self.blocks, self.convolution, list(self.shape))
-        result.x_writes, result.batch_norm, self.absorbed = self.x_writes, self.batch_norm, True
-        result.residual, result.residual_writes = self.residual, self.residual_writes
-        return result
+    def next_step(self, *, in_place: bool = False, **taken_in: Any) -> Pending:
+        """Return the block with one more call, whose effect is given by attributes.
 
-    def take_residual(self, residual: Tensor) -> None:
-        """Take in the addition of a residual."""
-        self.residual, self.residual_writes = residual, write_counts(loaded_of(residual))
+        In place it is this object: whoever holds it sees the change. Otherwise it is a new one,
+        and this one is absorbed.
+        """
+        result = self
+        if not in_place:
+            result = self.standing_for(self.shape, self.dtype, self.device)
+            vars(result).update(vars(self))
+            self.absorbed = True
+        vars(result).update(taken_in)
+        return result
 
     @property
     def weight_name(self) -> str:
@@ -279,15 +271,15 @@ class Pending(Lazy):
         return self.blocks.names[id(self.convolution.weight)]
 
     @property
-    def untouched(self) -> bool:
-        """True if nobody has needed any of its numbers yet."""
-        return self.value is None and self.unactivated is None
+    def can_be_folded(self) -> bool:
+        """True if it has batch norm, and nobody has needed any of its numbers yet."""
+        untouched = self.value is None and self.unactivated is None
+        return self.batch_norm is not None and untouched and not self.absorbed
 
     @property
     def takes_addition(self) -> bool:
         """True if a residual can still be added to it."""
-        fresh = self.batch_norm is not None and self.residual is None and self.activation == "none"
-        return fresh and self.untouched and not self.absorbed
+        return self.can_be_folded and self.residual is None and self.activation == "none"
 
     def make(self) -> Tensor:  # noqa: D102
         if self.unactivated is None:
@@ -299,14 +291,16 @@ class Pending(Lazy):
 
     def _computed(self) -> Tensor:
         """Return the result, folded if that is still what the model computes."""
-        changed = self._changed_in_place()
-        if self.absorbed or changed:
-            why = changed or "something else uses the result before the activation"
+        if self.absorbed:
+            why = "something else uses the result before the activation"
+            self.blocks.refuse(self.convolution.weight, why)
+        if self._is_changed:
+            why = "the convolution's input or what is added was changed in place"
             self.blocks.refuse(self.convolution.weight, why)
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind)
         with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=dtype):
-            if self.batch_norm is None or self.absorbed or changed:
+            if self.batch_norm is None or self.absorbed or self._is_changed:
                 return self._as_written()
             return self._folded(self.activation)[0]
 
@@ -327,15 +321,11 @@ class Pending(Lazy):
         self.blocks.replaced["pixel"] += 1
         return self.convolution.run_as_linear()
 
-    def _changed_in_place(self) -> str | None:
-        """Return what was changed in place since the block took it in, as a reason; or None."""
-        if write_counts(loaded_of(self.convolution.x)) != self.x_writes:
-            return "the convolution's input was changed in place"
-        if self.residual is None:
-            return None
-        if write_counts(loaded_of(self.residual)) != self.residual_writes:
-            return "what is added was changed in place"
-        return None
+    @property
+    def _is_changed(self) -> bool:
+        """True if what the block took in was changed in place since."""
+        taken_in = [t for t in (self.convolution.x, self.residual) if t is not None]
+        return self.versions != [version_of(t) for t in taken_in]
 
     def _folded(self, activation: str, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the block as one node with this activation.
@@ -384,10 +374,10 @@ class Pending(Lazy):
     @property
     def runs_by_kernel(self) -> bool:
         """True if kernels serve the block as it is: it can leave its activation to the readers."""
-        if self.batch_norm is None or self.absorbed or not self.untouched:
+        if not self.can_be_folded:
             return False
         x = loaded_of(self.convolution.x).tensor  # was loaded when the block began
-        return ops.backend_for(x) == "triton" and self._changed_in_place() is None
+        return ops.backend_for(x) == "triton" and not self._is_changed
 
     def _leave_activation(self, unactivated: Tensor) -> None:
         """Leave the activation of this tensor to the readers: the next one is the first."""
@@ -431,9 +421,9 @@ def loaded_of(t: Tensor) -> Loaded:
     return t.loaded() if isinstance(t, Lazy) else Loaded(t)
 
 
-def write_counts(loaded: Loaded) -> tuple[int, ...]:
-    """Return how often a loaded tensor and its gate were written to."""
-    return loaded.tensor._version, 0 if loaded.gate is None else loaded.gate._version
+def version_of(t: Tensor) -> int:
+    """Return how often what is loaded of a tensor was written to."""
+    return loaded_of(t).tensor._version
 
 
 def computed(tree: Any) -> Any:
