@@ -66,7 +66,7 @@ def test_its_gradients_are_right(act, frozen, residual):
             pre.shape, generator=generator, dtype=torch.float64
         ).requires_grad_()
     tensors = BlockTensors(**{"residual": None, **given}, mean=mean, var=var)
-    got = FoldedConv.apply(FoldedWeights(), how, *tensors)
+    got, *_ = FoldedConv.apply(FoldedWeights(), how, *tensors)
     want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
     assert_same_function(got, want, [t for t in given.values() if t.requires_grad])
 
@@ -364,8 +364,8 @@ def test_a_wrong_fold_is_refuted(monkeypatch):
     """A defect in the folded backward pass is found by audits, and the model runs as it is."""
     right = FoldedConv.sq_norms
 
-    def wrong(ctx, grad):
-        at_inputs, norms = right(ctx, grad)
+    def wrong(ctx, *grads):
+        at_inputs, norms = right(ctx, *grads)
         return at_inputs, norms | {"weight": norms["weight"] * 1.001}
 
     monkeypatch.setattr(FoldedConv, "sq_norms", wrong)
@@ -382,7 +382,12 @@ def test_a_wrong_fold_is_refuted(monkeypatch):
 
 def test_a_wrong_forward_is_refuted(monkeypatch):
     apply = FoldedConv.apply
-    monkeypatch.setattr(FoldedConv, "apply", lambda *args: apply(*args) * 1.0001)
+
+    def wrong(*args):
+        out, *others = apply(*args)
+        return out * 1.0001, *others
+
+    monkeypatch.setattr(FoldedConv, "apply", wrong)
     check(block(), 0, why="gives another output")
 
 

@@ -161,11 +161,18 @@ class FoldedWeights:
                 self._made[fold.identity] = fold, result
 
 
-class Neighbours(NamedTuple):
-    """What a block does for the blocks around it, where kernels serve.
+class BlockOptions(NamedTuple):
+    """What a folded block is but for its tensors.
+
+    The last five are what it does for the blocks around it, where kernels serve.
 
     Attributes:
-        activation: of the block before, applied to ``x`` as it is loaded.
+        name: Name of the convolution's weight.
+        eps: of the batch norm.
+        activation: a key of fastlr.ops.activations.ACTIVATIONS.
+        dtype: of the block's work, autocast's perhaps.
+        geometry: of the convolution.
+        x_activation: of the block before, applied to ``x`` as it is loaded.
         gradient_at_output: of ``x``, as in `fastlr.ops.block.Loaded`; who applies a derivative is
             said in fastlr.ghost.fusion.pending.
         residual_activation: applied to the residual as it is loaded.
@@ -175,35 +182,16 @@ class Neighbours(NamedTuple):
             output is the activation's input.
     """
 
-    activation: str = "none"
-    gradient_at_output: bool = False
-    residual_activation: str = "none"
-    passes_on_x: bool = False
-    mean: bool = False
-
-
-ALONE = Neighbours()
-
-
-class BlockOptions(NamedTuple):
-    """What a folded block is but for its tensors.
-
-    Attributes:
-        name: Name of the convolution's weight.
-        eps: of the batch norm.
-        activation: a key of fastlr.ops.activations.ACTIVATIONS.
-        dtype: of the block's work, autocast's perhaps.
-        geometry: of the convolution.
-        neighbours: what it does for the blocks around it. The node has three outputs then: its
-            own, ``x`` and the mean, of which the others are None where they are not wanted.
-    """
-
     name: str
     eps: float
     activation: str
     dtype: torch.dtype
     geometry: ConvGeometry
-    neighbours: Neighbours | None = None
+    x_activation: str = "none"
+    gradient_at_output: bool = False
+    residual_activation: str = "none"
+    passes_on_x: bool = False
+    mean: bool = False
 
 
 class BlockTensors(NamedTuple):
@@ -227,7 +215,9 @@ PARAMETERS = ("weight", "bias", "gamma", "beta")
 class FoldedConv(torch.autograd.Function):
     """Activation of batch norm (running statistics) of a convolution, as one node.
 
-    A residual may be added before the activation. The node has correct gradients.
+    A residual may be added before the activation. The node has correct gradients. Its outputs
+    are the block's own, ``x`` and the mean. Without the last two it has one; if only one of these
+    is wanted, the other is None.
 
     Attributes of a node:
         roles: names of its inputs, those of `BlockTensors` that are given.
@@ -240,24 +230,23 @@ class FoldedConv(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: D102
         ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Any
-    ) -> Tensor | tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, ...]:
         tensors = BlockTensors(*given)
         x, weight = _in_fastest_layout(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
         fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
         folded, channels = weights.get(fold)
         block = Block(weight, folded, channels, options.activation, options.geometry)
-        result = _computed(x, block, tensors, options.neighbours)
-        # Without an activation nothing is kept, and the model may add to the output in place.
-        kept = None if options.activation == "none" else result.kept
-        ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, result.unfolded_out)
+        out, kept, unfolded_out, mean = _computed(x, block, tensors, options)
+        if options.activation == "none":
+            kept = None  # the model may add to the output in place
+        ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, unfolded_out)
         ctx.options, ctx.block, ctx.ready, ctx.norms_only = options, options.name, None, False
         ctx.roles = tuple(role for role, t in tensors._asdict().items() if t is not None)
-        if options.neighbours is None:
-            return result.out
         ctx.set_materialize_grads(False)
-        passed_on = tensors.x if options.neighbours.passes_on_x else None
-        return result.out, passed_on, result.mean
+        if not options.passes_on_x and not options.mean:
+            return (out,)
+        return out, tensors.x if options.passes_on_x else None, mean
 
     @staticmethod
     def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:
@@ -321,79 +310,51 @@ def _in_fastest_layout(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, memory_format=layout)
 
 
-class Result(NamedTuple):
-    """What a block gives.
-
-    Attributes:
-        out: its first output.
-        kept: by what the activation's derivative is computed.
-        unfolded_out: the convolution by the unfolded weight, where the norms are made of it.
-        mean: of the activation over all positions, where it is wanted.
-    """
-
-    out: Tensor
-    kept: Tensor
-    unfolded_out: Tensor | None = None
-    mean: Tensor | None = None
-
-
 def _computed(
-    x: Tensor, block: Block, tensors: BlockTensors, neighbours: Neighbours | None
-) -> Result:
-    """Compute a block for inputs in its dtype."""
-    if neighbours is None and _backward_needs_unfolded_convolution(x, block):
-        return Result(*folded_and_unfolded_convolution(x, block, tensors.residual))
-    loading = neighbours or ALONE
-    loaded, residual = Loaded(x, loading.activation, tensors.gate), None
-    if tensors.residual is not None:
-        residual = Loaded(tensors.residual, loading.residual_activation)
-    if loading.mean:
-        before_activation, mean = ops.run("folded_conv", loaded, block, residual, True)
-        return Result(before_activation, kept=before_activation, mean=mean)
-    return Result(*ops.run("folded_conv", loaded, block, residual, False))
+    x: Tensor, block: Block, tensors: BlockTensors, options: BlockOptions
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute a block for inputs in its dtype.
 
-
-def _backward_needs_unfolded_convolution(x: Tensor, block: Block) -> bool:
-    """Return True if plain torch will make the norms of the convolution by the unfolded weight."""
-    return ops.backend_for(x) == "torch" and keeps_unfolded_convolution(
-        x, block.weight, block.geometry
-    )
-
-
-class ToDifferentiate(NamedTuple):
-    """What the backward pass of a node works on.
-
-    Attributes:
-        x: what the block has loaded.
-        block: with the activation that is to be differentiated.
-        gradients: at its outputs.
-        kept: by what the activation's derivative is computed; anything where there is none.
-        unfolded_out: the convolution by the unfolded weight, if that was kept.
+    Returns:
+        (first output, what the activation's derivative is computed by, convolution by the unfolded
+        weight, mean of the activation). The third is there where plain torch makes the norms of
+        it, which loads nothing but tensors as they are.
     """
+    if ops.backend_for(x) == "torch" and keeps_unfolded_convolution(
+        x, block.weight, block.geometry
+    ):
+        return *folded_and_unfolded_convolution(x, block, tensors.residual), None
+    loaded, residual = Loaded(x, options.x_activation, tensors.gate), None
+    if tensors.residual is not None:
+        residual = Loaded(tensors.residual, options.residual_activation)
+    out, other = ops.run("folded_conv", loaded, block, residual, options.mean)
+    return (out, out, None, other) if options.mean else (out, other, None, None)
 
-    x: Loaded
-    block: Block
-    gradients: Gradients
-    kept: Tensor
-    unfolded_out: Tensor | None
 
+def _to_differentiate(
+    ctx: Any, given: Sequence[Tensor | None]
+) -> tuple[Loaded, Block, Gradients, Tensor, Tensor | None]:
+    """Return what the backward pass of a node works on for these gradients at its outputs.
 
-def _to_differentiate(ctx: Any, given: Sequence[Tensor | None]) -> ToDifferentiate:
-    """Return what the backward pass of a node works on for these gradients at its outputs."""
+    Returns:
+        (what the block has loaded, the block with the activation to be differentiated, gradients
+        at its outputs, what the derivative is computed by, convolution by the unfolded weight). The
+        fourth is anything where there is no activation.
+    """
     x, gate, weight, folded, channels, kept, unfolded_out = ctx.saved_tensors
-    options, neighbours = ctx.options, ctx.options.neighbours or ALONE
+    options = ctx.options
     output, *others = given
     if output is None:  # only others were used
         size = options.geometry.output_size(x.shape[2:], weight.shape[2:])
         output = x.new_zeros(()).expand(len(x), len(weight), *size)
     gradients = Gradients(output, *others)
-    first_output_is_before_activation = neighbours.mean
+    first_output_is_before_activation = options.mean
     mean_was_used = gradients.mean is not None
     activation_was_used = mean_was_used or not first_output_is_before_activation
     activation = options.activation if activation_was_used else "none"
-    loaded = Loaded(x, neighbours.activation, gate, neighbours.gradient_at_output)
+    loaded = Loaded(x, options.x_activation, gate, options.gradient_at_output)
     block = Block(weight, folded, channels, activation, options.geometry)
-    return ToDifferentiate(loaded, block, gradients, output if kept is None else kept, unfolded_out)
+    return loaded, block, gradients, output if kept is None else kept, unfolded_out
 
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
@@ -404,7 +365,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """
     node = site.node
     reached = [o for o, g in enumerate(site.gradients) if g is not None]
-    if 0 not in reached and not (node.options.neighbours or ALONE).mean:
+    if 0 not in reached and not node.options.mean:
         raise Unsupported("no gradient at the first output")
     if any(site.layouts.get(o) != ONE_IMAGE for o in reached):
         raise Unsupported(SEVERAL)

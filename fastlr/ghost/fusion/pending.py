@@ -11,7 +11,7 @@ that says who applies the activation's derivative, so that it is applied once:
 1. The first reader does. It hands back the gradient at the activation's input
    (``Loaded.gradient_at_output`` is False).
 2. It passes the tensor on: its node returns its own input as one more output
-   (``Neighbours.passes_on_x``), and `Lazy.pass_on` gives that to the next readers.
+   (``BlockOptions.passes_on_x``), and `Lazy.pass_on` gives that to the next readers.
 3. The next readers do not (``gradient_at_output`` is True). They hand back the gradient at the
    activation's output, at what was passed on; so it reaches the first reader's node, as
    ``Gradients.loaded``, which adds it to its own before it applies the derivative.
@@ -34,7 +34,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.checkpoints import before_checkpoints
-from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv, Neighbours
+from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv
 from fastlr.ghost.fusion.squeeze_excitation import Gate
 from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.autocast import autocast_dtype
@@ -336,9 +336,20 @@ class Pending(Lazy):
         loaded, residual = loaded_of(self.convolution.x), None
         if self.residual is not None:
             residual = loaded_of(self.residual)
-        _, weight, bias, geometry = self.convolution
+        x, weight, bias, geometry = self.convolution
         running_mean, var, gamma, beta, eps = self.batch_norm
-        options = BlockOptions(self.weight_name, eps, activation, self.dtype, geometry)
+        options = BlockOptions(
+            self.weight_name,
+            eps,
+            activation,
+            self.dtype,
+            geometry,
+            loaded.activation,
+            loaded.gradient_at_output,
+            residual_activation=residual.activation if residual else "none",
+            passes_on_x=isinstance(x, Lazy) and loaded.tensor.requires_grad,
+            mean=mean,
+        )
         tensors = BlockTensors(
             loaded.tensor,
             weight,
@@ -350,26 +361,12 @@ class Pending(Lazy):
             var,
             loaded.gate,
         )
-        reads_pending = isinstance(self.convolution.x, Lazy) or isinstance(self.residual, Lazy)
         with torch.autocast(self.device.type, enabled=False):
-            if not reads_pending and not mean:
-                return FoldedConv.apply(self.blocks.weights, options, *tensors), None
-            options = options._replace(neighbours=self._neighbours(loaded, residual, mean))
-            out, passed_on, means = FoldedConv.apply(self.blocks.weights, options, *tensors)
+            out, *others = FoldedConv.apply(self.blocks.weights, options, *tensors)
+        passed_on, means = others or (None, None)
         if passed_on is not None:
-            self.convolution.x.pass_on(passed_on)  # type: ignore[attr-defined]
+            x.pass_on(passed_on)  # type: ignore[attr-defined]
         return out, means
-
-    def _neighbours(self, loaded: Loaded, residual: Loaded | None, mean: bool) -> Neighbours:
-        """Return what the block does for those whose results it reads, and who read its mean."""
-        pending = isinstance(self.convolution.x, Lazy)
-        return Neighbours(
-            loaded.activation,
-            loaded.gradient_at_output,
-            residual_activation=residual.activation if residual else "none",
-            passes_on_x=pending and loaded.tensor.requires_grad,
-            mean=mean,
-        )
 
     @property
     def runs_by_kernel(self) -> bool:
