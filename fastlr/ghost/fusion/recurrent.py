@@ -45,8 +45,7 @@ WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh")  # as torch orders them
 # on a CPU.
 FEW = 1 << 14
 Sides = dict[str, tuple[Tensor | None, Tensor]]  # see `Scan.sweep`
-_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-CALLS: dict[Callable, str] = {getattr(torch, kind): kind for kind in _KINDS}
+CALLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def expected(names: Iterable[str]) -> bool:
@@ -109,48 +108,31 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
             has biases, layers, dropout, train, bidirectional, batch first).
         kwargs: None are expected.
     """
-    if (
-        kwargs
-        or len(args) != 9
-        or not isinstance(args[2], (list, tuple))
-        or isinstance(args[3], (list, tuple))
-    ):
+    if kwargs or len(args) != 9 or not isinstance(args[3], bool):  # packed
         return None
     x, hx, weights, biases, layers, dropout, train, both, batch_first = args
-    h0, c0 = hx if CALLS[func] == "lstm" else (hx, None)
+    initial = hx if func is torch.lstm else (hx,)
     if type(x) is not Tensor or x.ndim != 3 or (dropout and train):
         return None
     directions = 2 if both else 1
     per = len(weights) // (layers * directions)
     if per != (4 if biases else 2):  # with a projection
         return None
+    roles = ("x", *STATES[: len(initial)], *WEIGHTS[:per])
     x = x.transpose(0, 1).contiguous() if batch_first else x
     last: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             k = layer * directions + direction
-            states = (h0[k],) if c0 is None else (h0[k], c0[k])
+            states = [state[k] for state in initial]
             chosen = weights[k * per : (k + 1) * per]
-            out, *cell = _layer(func, x.flip(0) if direction else x, states, chosen, biases)
+            out, *cell = Scan.apply(x.flip(0) if direction else x, *states, *chosen, roles, func)
             last.append((out[-1], *cell))
             outputs.append(out.flip(0) if direction else out)
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     ends = (torch.stack(tensors) for tensors in zip(*last, strict=True))
     return (x.transpose(0, 1) if batch_first else x), *ends
-
-
-def _layer(
-    func: Callable, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], biases: bool
-) -> tuple[Tensor, ...]:
-    """One layer in one direction: (outputs [T, B, H], and an LSTM's last cell state [B, C])."""
-    present = [role for role in WEIGHTS if biases or role not in ("b_ih", "b_hh")]
-    inputs = {
-        "x": x,
-        **dict(zip(STATES, states, strict=False)),
-        **dict(zip(present, weights, strict=False)),
-    }
-    return Scan.apply(*inputs.values(), tuple(inputs), func)
 
 
 @dataclass
@@ -168,18 +150,17 @@ class Steps:
     cell: Tensor | None = None
 
     @staticmethod
-    def of(kind: str, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
+    def of(func: Callable, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
         """Compute the steps from a layer's inputs, initial states, weights and outputs.
 
         The tensors are named by role; all are float32 or float64.
         """
-        if kind == "lstm":
+        if func is torch.lstm:
             return _lstm(t, before, out)
-        if kind == "gru":
+        if func is torch.gru:
             return _gru(t, before)
-        return Steps(
-            before, (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None]
-        )
+        local = 1 - out * out if func is torch.rnn_tanh else (out > 0).to(out.dtype)
+        return Steps(before, local[:, :, None])
 
 
 def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
@@ -249,7 +230,7 @@ class Scan(torch.autograd.Function):
             out, *ends = func(t["x"], hx, weights, "b_ih" in t, 1, 0.0, False, False, False)
         before = torch.cat([initial[0].to(out.dtype), out[:-1]])
         ctx.steps = Steps.of(
-            CALLS[func],
+            func,
             {role: raised(tensor) for role, tensor in t.items()},
             raised(before),
             raised(out),
@@ -315,13 +296,9 @@ class Scan(torch.autograd.Function):
                 "a model that differentiates its recurrent layers twice needs torch's own steps"
             )
         sides, found = take_precomputed(ctx, gradients) or Scan.sweep(ctx, *gradients)
-        wanted = {
-            role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed
-        }
-        if "x" in wanted:
+        if ctx.needs_input_grad[ctx.roles.index("x")]:
             found["x"] = sides["w_ih"][1] @ raised(ctx.saved_tensors[ctx.roles.index("w_ih")])
-        for role in sides.keys() & wanted if not ctx.norms_only else ():
-            a, g = sides[role]
+        for role, (a, g) in () if ctx.norms_only else sides.items():
             rows = g.flatten(0, 1)
             found[role] = rows.sum(0) if a is None else rows.mT @ raised(a).flatten(0, 1)
         return *(found.get(role) for role in ctx.roles), None, None
