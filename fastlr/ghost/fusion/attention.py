@@ -8,15 +8,15 @@ layers.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastlr.ghost.fusion.arguments import by_name
+
 ATTENTION = F.multi_head_attention_forward
-_SIGNATURE = inspect.signature(ATTENTION)
 _ABSENT = (
     "bias_k",
     "bias_v",
@@ -39,9 +39,7 @@ def self_attention_without_copies(
     Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout,
     no weights wanted.
     """
-    bound = _SIGNATURE.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = by_name(func, args, kwargs)
     x, heads, weight = given["query"], given["num_heads"], given["in_proj_weight"]
     if x is not given["key"] or x is not given["value"]:
         return None

@@ -66,22 +66,6 @@ class FixedNorm(torch.autograd.Function):
         return gx, *found, None, None, None, None
 
 
-def norm_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of torch.nn.functional.batch_norm by name."""
-    names = (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "training",
-        "momentum",
-        "eps",
-    )
-    defaults = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
-    return defaults | dict(zip(names, args, strict=False)) | kwargs
-
-
 def _along(t: Tensor, like: Tensor) -> Tensor:
     """One number a channel, ready to be broadcast."""
     return t.view(-1, *[1] * (like.ndim - 2))

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr.ghost.fusion import recurrent
+from fastlr.ghost.fusion.arguments import by_name
 from fastlr.ghost.fusion.attention import ATTENTION, self_attention_without_copies
-from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
+from fastlr.ghost.fusion.batch_norm import FixedNorm
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.pending import (
     METADATA,
@@ -144,12 +145,11 @@ def _as_input(input: Lazy, weight: Tensor, geometry: ConvGeometry) -> Tensor:
 
 def batch_norm(blocks: Blocks, call: Call) -> Tensor | None:
     """Fold batch norm into the convolution before it; elsewhere run it as a scaling and a shift."""
-    if isinstance(call.operand, Pending) and call.operand.batch_norm is None:
-        result = _folded_norm(blocks, norm_arguments(call.args, call.kwargs))
-        if result is not None:
-            return result
-    values = call.with_values()
-    return _fixed_norm(blocks, norm_arguments(values.args, values.kwargs))
+    given = by_name(*call)
+    x = given["input"]
+    folds = isinstance(x, Pending) and x.batch_norm is None
+    result = _folded_norm(blocks, given) if folds else None
+    return _fixed_norm(blocks, computed(given)) if result is None else result
 
 
 def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
@@ -241,12 +241,11 @@ def _takes_addition(t: Any) -> bool:
 
 def activation(blocks: Blocks, call: Call) -> Pending | None:
     """Take an activation into the block of whose result it is."""
-    pending, found = call.operand, _activation_of(call)
-    if found is None or not torch.is_grad_enabled():
-        return None
+    pending = call.operand
     if not isinstance(pending, Pending) or not pending.can_be_folded:
         return None
-    if pending.activation != "none":
+    found = _activation_of(call)
+    if found is None or pending.activation != "none" or not torch.is_grad_enabled():
         return None
     name, in_place = found
     follows = name if pending.residual is None else f"add, {name}"
@@ -254,15 +253,16 @@ def activation(blocks: Blocks, call: Call) -> Pending | None:
     return pending.next_step(in_place=in_place, activation=name)
 
 
-# Activations that may have an argument ``inplace``, and others that are told by their function
-# alone: (name, whether it works in place).
-_WITH_INPLACE = {F.relu: "relu", F.relu6: "relu6", F.hardswish: "hardswish", F.silu: "silu"}
-_OF_NOTHING_ELSE: dict[Callable, tuple[str, bool]] = {
-    torch.relu: ("relu", False),
-    Tensor.relu: ("relu", False),
-    torch.relu_: ("relu", True),
-    Tensor.relu_: ("relu", True),
+# Functions written in Python, whose options have names, and others without options: whether these
+# work in place.
+_WITH_OPTIONS: dict[Callable, str] = {
+    F.relu: "relu",
+    F.relu6: "relu6",
+    F.hardtanh: "relu6",
+    F.hardswish: "hardswish",
+    F.silu: "silu",
 }
+_RELU = {torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
 
 
 def _activation_of(call: Call) -> tuple[str, bool] | None:
@@ -270,21 +270,15 @@ def _activation_of(call: Call) -> tuple[str, bool] | None:
 
     None if the call is none of ours.
     """
-    func, more = call.func, call.args[1:]
-    if func in _WITH_INPLACE:
-        in_place = more[0] if more else call.kwargs.get("inplace", False)
-        return _WITH_INPLACE[func], bool(in_place)
-    if func is F.hardtanh:
-        options = {"min_val": -1.0, "max_val": 1.0, "inplace": False}
-        options |= dict(zip(options, more, strict=False)) | call.kwargs
-        is_relu6 = (options["min_val"], options["max_val"]) == (0, 6)
-        return ("relu6", bool(options["inplace"])) if is_relu6 else None
-    if more:
-        return None
-    if func is F.gelu:
+    if call.func in _RELU:
+        return "relu", _RELU[call.func]
+    if call.func is F.gelu:
         kinds = {"none": ("gelu", False), "tanh": ("gelu_tanh", False)}
         return kinds.get(call.kwargs.get("approximate", "none"))
-    return _OF_NOTHING_ELSE.get(func)
+    given = by_name(*call)
+    if call.func is F.hardtanh and (given["min_val"], given["max_val"]) != (0, 6):
+        return None
+    return _WITH_OPTIONS[call.func], bool(given["inplace"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,7 +354,7 @@ HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys(CONVOLUTIONS, convolution),
     F.batch_norm: batch_norm,
     **dict.fromkeys(ADDITIONS, addition),
-    **dict.fromkeys((*_WITH_INPLACE, *_OF_NOTHING_ELSE, F.gelu, F.hardtanh), activation),
+    **dict.fromkeys((*_WITH_OPTIONS, *_RELU, F.gelu), activation),
     **dict.fromkeys(REPLACEMENTS, replacement),
     **dict.fromkeys(recurrent.CALLS, recurrent_layer),
 }
