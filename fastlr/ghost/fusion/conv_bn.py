@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.fusion.precomputed import Precomputed, take_precomputed
+from fastlr.ghost.fusion.precomputed import take_precomputed
 from fastlr.ghost.graph.layouts import Regular
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
@@ -264,27 +264,23 @@ class FoldedConv(torch.autograd.Function):
         gx, *norms = ops.run(
             "folded_conv_backward", x, gradients, kept, block, want_input, unfolded_out
         )
-        of_gate = norms[len(PARAMETERS)] if len(norms) > len(PARAMETERS) else None
-        at_inputs = {"x": gx, "residual": gradients.output, "gate": of_gate}
-        return at_inputs, dict(zip(PARAMETERS, norms, strict=False))
+        by_role = dict(zip((*PARAMETERS, "gate"), norms, strict=False))
+        return {"x": gx, "residual": gradients.output, "gate": by_role.pop("gate", None)}, by_role
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple:  # noqa: D102
         found = take_precomputed(ctx, given) or FoldedConv.gradients(ctx, *given)
-        for role, needed in zip(INPUTS, ctx.needs_input_grad, strict=True):
-            if not needed:
-                found.pop(role, None)
-        return tuple(map(found.get, INPUTS))
+        needed = zip(INPUTS, ctx.needs_input_grad, strict=True)
+        return tuple(found.get(role) if is_needed else None for role, is_needed in needed)
 
     @staticmethod
     def gradients(ctx: Any, *given: Tensor | None) -> dict[str, Tensor | None]:
         """Return the gradients at the inputs of a node by role, as autograd's own would be."""
-        needed = dict(zip(INPUTS, ctx.needs_input_grad, strict=True))
         x, block, gradients, kept, _ = _to_differentiate(ctx, given)
         g = through_activation(gradients, kept, block.activation)
-        want_weight = any(needed[role] for role in PARAMETERS) and not ctx.norms_only
+        wanted = [ctx.needs_input_grad[INPUTS.index("x")], not ctx.norms_only, False]
         gx, gw, _ = torch.ops.aten.convolution_backward(
-            g, value_of(x), block.folded, None, *block.geometry, [needed["x"], want_weight, False]
+            g, value_of(x), block.folded, None, *block.geometry, wanted
         )
         found: dict[str, Tensor | None] = {"residual": g}
         if gx is not None:
@@ -372,7 +368,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
-    node.ready = Precomputed(site.gradients, at_inputs)
+    node.ready = site.gradients, at_inputs
     return {slot: NormsOnly(norms[node.roles[slot]]) for slot in slots}
 
 

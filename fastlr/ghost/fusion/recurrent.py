@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
 from fastlr.ghost.fusion.checkpoints import is_checkpointed
-from fastlr.ghost.fusion.precomputed import Precomputed, take_precomputed
+from fastlr.ghost.fusion.precomputed import take_precomputed
 from fastlr.ghost.graph.layouts import Regular, Unsupported
 from fastlr.ghost.graph.rows import Step
 from fastlr.ghost.norms.factors import Dense, Factor, NormsOnly, Outer
@@ -335,7 +335,7 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if any(node.roles[slot] not in WEIGHTS for slot in slots):
         raise Unsupported("inputs or initial states that are computed of parameters alone")
     sides, _ = swept = Scan.sweep(node, *site.gradients)
-    node.ready = Precomputed(site.gradients, swept)
+    node.ready = site.gradients, swept
 
     def rows(t: Tensor) -> Tensor:
         return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]
