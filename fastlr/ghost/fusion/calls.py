@@ -24,7 +24,6 @@ from fastlr.ghost.fusion.pending import (
     METADATA,
     Convolution,
     Lazy,
-    Norm,
     Pending,
     Product,
     computed,
@@ -85,13 +84,12 @@ def metadata(blocks: Blocks, call: Call) -> Any:
 # blocks
 def convolution(blocks: Blocks, call: Call) -> Pending | None:
     """Begin a block with a convolution of the model's own weight."""
-    axes = CONVOLUTIONS[call.func]
-    return _begun(blocks, axes, *call.args[:1], *computed(call.args[1:]), **computed(call.kwargs))
+    return _begun(blocks, call, *call.args[:1], *computed(call.args[1:]), **computed(call.kwargs))
 
 
 def _begun(
     blocks: Blocks,
-    axes: int,
+    call: Call,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -102,7 +100,7 @@ def _begun(
 ) -> Pending | None:
     """Return the result of a convolution, not computed; None where no block can begin.
 
-    After ``axes`` the arguments are those of torch's functions.
+    After ``call`` the arguments are those of torch's functions.
     """
     name = blocks.names.get(id(weight))
     if name is None or name in blocks.refused or not torch.is_grad_enabled():
@@ -114,7 +112,7 @@ def _begun(
     plain = weight.is_leaf and weight.is_floating_point()
     if not plain or (bias is not None and id(bias) not in blocks.names):
         return None
-    if input.ndim != axes + 2 or input.shape[1] != weight.shape[1] * groups:
+    if input.ndim != CONVOLUTIONS[call.func] + 2 or input.shape[1] != weight.shape[1] * groups:
         return None
     # What torch refuses is an error that the model is to raise itself.
     if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
@@ -127,7 +125,7 @@ def _begun(
     x = input
     if isinstance(input, Lazy):
         x = _as_input(input, weight, geometry)
-    made = Convolution(x, weight, bias, geometry)
+    made = Convolution(x, weight, bias, geometry, call.run)
     return Pending(blocks, made, [len(input), len(weight), *size])
 
 
@@ -175,7 +173,7 @@ def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
     blocks.used.update(own)
     del blocks.not_folded[name]
     blocks.folded[name] = "none"
-    return pending.next_step(batch_norm=Norm(mean, var, gamma, beta, float(given["eps"])))
+    return pending.next_step(batch_norm=given)
 
 
 def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:

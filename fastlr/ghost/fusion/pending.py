@@ -179,19 +179,21 @@ class Product(Lazy):
 
 
 class Convolution(NamedTuple):
-    """A call of a convolution; its input may be `Lazy`."""
+    """A call of a convolution; its input may be `Lazy`.
+
+    Attributes:
+        x: Input.
+        weight: Weight.
+        bias: Bias.
+        geometry: Stride, padding and so on.
+        run: Function that returns the result as torch computes it.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     geometry: ConvGeometry
-
-    def run(self) -> Tensor:
-        """Return the result as torch computes it."""
-        stride, padding, dilation = self.geometry[:3]
-        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
-        x, groups = computed(self.x), self.geometry.groups
-        return convolve(x, self.weight, self.bias, stride, padding, dilation, groups)
+    run: Callable[[], Tensor]
 
     @property
     def maps_one_pixel(self) -> bool:
@@ -209,21 +211,6 @@ class Convolution(NamedTuple):
         return unsafe_view(result, shape)  # no view: it may be changed in place
 
 
-class Norm(NamedTuple):
-    """A call of batch norm by running statistics."""
-
-    mean: Tensor
-    var: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    eps: float
-
-    def run(self, x: Tensor) -> Tensor:
-        """Return the result as torch computes it."""
-        mean, var, gamma, beta, eps = self
-        return F.batch_norm(x, mean, var, gamma, beta, False, 0.0, eps)
-
-
 class Pending(Lazy):
     """The result of a block that has not been computed, as far as the block has come.
 
@@ -232,7 +219,7 @@ class Pending(Lazy):
     """
 
     convolution: Convolution
-    batch_norm: Norm | None = None
+    batch_norm: dict[str, Any] | None = None  # arguments of its call
     residual: Tensor | None = None
     activation: str = "none"
     autocast: bool  # as it was at the convolution
@@ -309,7 +296,7 @@ class Pending(Lazy):
         if self.batch_norm is None:
             return self._convolution_alone()
         result = self.convolution.run()
-        result = self.batch_norm.run(result)
+        result = F.batch_norm(**self.batch_norm | {"input": result})
         if self.residual is not None:
             result = result + computed(self.residual)
         return ACTIVATIONS[self.activation](result)
@@ -336,11 +323,11 @@ class Pending(Lazy):
         loaded, residual = loaded_of(self.convolution.x), None
         if self.residual is not None:
             residual = loaded_of(self.residual)
-        x, weight, bias, geometry = self.convolution
-        running_mean, var, gamma, beta, eps = self.batch_norm
+        x, weight, bias, geometry, _ = self.convolution
+        norm = self.batch_norm
         options = BlockOptions(
             self.weight_name,
-            eps,
+            float(norm["eps"]),
             activation,
             self.dtype,
             geometry,
@@ -354,11 +341,11 @@ class Pending(Lazy):
             loaded.tensor,
             weight,
             bias,
-            gamma,
-            beta,
+            norm["weight"],
+            norm["bias"],
             residual and residual.tensor,
-            running_mean,
-            var,
+            norm["running_mean"],
+            norm["running_var"],
             loaded.gate,
         )
         with torch.autocast(self.device.type, enabled=False):
