@@ -76,11 +76,6 @@ def no_torch_function() -> AbstractContextManager:
     return _get("_C.DisableTorchFunction")()
 
 
-def no_torch_function_of_subclasses() -> AbstractContextManager:
-    """Within it subclasses do not see calls."""
-    return _get("_C.DisableTorchFunctionSubclass")()
-
-
 def wrapper_subclass(kind: type, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of a subclass that has no memory."""
     return _get("Tensor._make_wrapper_subclass")(kind, shape, dtype=dtype, device=device)

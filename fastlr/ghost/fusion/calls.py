@@ -21,7 +21,6 @@ from fastlr.ghost.fusion.attention import ATTENTION, self_attention_without_copi
 from fastlr.ghost.fusion.batch_norm import FixedNorm
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.pending import (
-    METADATA,
     Convolution,
     Lazy,
     Pending,
@@ -40,7 +39,6 @@ from fastlr.ghost.fusion.squeeze_excitation import (
     squeeze,
 )
 from fastlr.ops.geometry import ConvGeometry, kind_of
-from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
 NO_NORM = "no batch norm follows"
 # To the number of their spatial axes.
@@ -70,14 +68,6 @@ class Call(NamedTuple):
 
 
 Handler = Callable[[Blocks, Call], Any]
-
-
-def metadata(blocks: Blocks, call: Call) -> Any:
-    """Answer for a pending result what asks for no numbers, such as its shape."""
-    if not isinstance(call.operand, Lazy):
-        return None
-    with no_torch_function_of_subclasses():
-        return call.func(*call.args, **call.kwargs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,7 +338,6 @@ def recurrent_layer(blocks: Blocks, call: Call) -> Any:
 
 # Each call that is of interest. Other calls run as the model says.
 HANDLERS: dict[Callable, Handler] = {
-    **dict.fromkeys(METADATA, metadata),
     **dict.fromkeys(CONVOLUTIONS, convolution),
     F.batch_norm: batch_norm,
     **dict.fromkeys(ADDITIONS, addition),

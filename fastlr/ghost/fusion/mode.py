@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn, recurrent
 from fastlr.ghost.fusion.blocks import Blocks
-from fastlr.ghost.fusion.calls import HANDLERS, NO_NORM, Call, metadata
+from fastlr.ghost.fusion.calls import HANDLERS, NO_NORM, Call
 from fastlr.ghost.fusion.checkpoints import is_checkpointed
 from fastlr.ghost.fusion.control_flow import run_watched, runs_functions
-from fastlr.ghost.fusion.pending import computed
+from fastlr.ghost.fusion.pending import METADATA, computed
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
 
@@ -102,12 +102,14 @@ class Folding(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
+        if func in METADATA:  # which pending results know
+            return func(*args, **(kwargs or {}))
         call = Call(func, args, kwargs or {})
         self.hooks_tensors |= func is Tensor.register_hook
         if runs_functions(func):
             return run_watched(func, args, call.kwargs, self.blocks.names)
         handler = HANDLERS.get(func)
-        if handler is None or (handler is not metadata and is_checkpointed()):
+        if handler is None or is_checkpointed():
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result

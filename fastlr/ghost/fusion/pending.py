@@ -293,20 +293,15 @@ class Pending(Lazy):
 
     def _as_written(self) -> Tensor:
         """Return the result of the convolution, and of what has followed it, one by one."""
-        if self.batch_norm is None:
-            return self._convolution_alone()
+        if self.batch_norm is None and self.convolution.maps_one_pixel:
+            self.blocks.replaced["pixel"] += 1
+            return self.convolution.run_as_linear()
         result = self.convolution.run()
-        result = F.batch_norm(**self.batch_norm | {"input": result})
+        if self.batch_norm is not None:
+            result = F.batch_norm(**self.batch_norm | {"input": result})
         if self.residual is not None:
             result = result + computed(self.residual)
         return ACTIVATIONS[self.activation](result)
-
-    def _convolution_alone(self) -> Tensor:
-        """Return the result of a convolution that no batch norm follows."""
-        if not self.convolution.maps_one_pixel:
-            return self.convolution.run()
-        self.blocks.replaced["pixel"] += 1
-        return self.convolution.run_as_linear()
 
     @property
     def _is_changed(self) -> bool:
