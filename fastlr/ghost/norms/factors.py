@@ -79,13 +79,13 @@ class Dense(Factor):
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return raised(self.grads[lo:hi])  # to be added to others
 
-    def transpose(self) -> Dense | None:  # noqa: D102
-        return Dense(self.grads.mT) if self.grads.ndim == 3 else None
+    def transpose(self) -> Dense:  # noqa: D102
+        return Dense(self.grads.mT)
 
 
 @dataclass
 class Outer(Factor):
-    """sum_t g_t a_t^T for each of N groups: a [B, N, T, I], g [B, N, T, O].
+    """sum_t g_t a_t^T, without a conjugate, for each of N groups: a [B, N, T, I], g [B, N, T, O].
 
     The tensor has shape ``shape``: (N, O, I), or (N, I, O) if ``inputs_first``.
     """
@@ -98,33 +98,27 @@ class Outer(Factor):
 
     @property
     def form(self) -> Any:  # noqa: D102
-        return type(self), self.inputs_first
+        return Outer, self.inputs_first
 
-    def sq_norms(self) -> Tensor:  # noqa: D102
-        return ops.run("linear_sq_norms", self.a, self.g)
+    def sq_norms(self) -> Tensor:
+        """Squared norms; of complex a and g those of twice as many real rows.
+
+        They are products of the real part above the imaginary one.
+        """
+        a, g = self.a, self.g
+        if g.is_complex():
+            upper = torch.cat([g.real, g.imag], 3)
+            lower = torch.cat([-g.imag, g.real], 3)
+            a, g = torch.cat([a.real, a.imag], 2), torch.cat([upper, lower], 2)
+        return ops.run("linear_sq_norms", a, g)
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         a, g = self.a[lo:hi], self.g[lo:hi]
         grads = a.mT @ g if self.inputs_first else g.mT @ a
         return grads.reshape(hi - lo, *self.shape)
 
-    def transpose(self) -> Outer | None:  # noqa: D102
-        if len(self.shape) != 2:
-            return None
+    def transpose(self) -> Outer:  # noqa: D102
         return replace(self, shape=self.shape[::-1], inputs_first=not self.inputs_first)
-
-
-@dataclass
-class ComplexOuter(Outer):
-    """As `Outer`, of complex a and g: sum_t g_t a_t^T without a conjugate."""
-
-    def sq_norms(self) -> Tensor:
-        """That of the real part above the imaginary one, a product of real rows, twice as many."""
-        a, g = self.a, self.g
-        rows = torch.cat([a.real, a.imag], 2)
-        upper = torch.cat([g.real, g.imag], 3)
-        lower = torch.cat([-g.imag, g.real], 3)
-        return ops.run("linear_sq_norms", rows, torch.cat([upper, lower], 2))
 
 
 @dataclass
@@ -279,7 +273,7 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
         outer = next((f for f in merged if isinstance(f, Outer)), None)
         rows = next((f for f in merged if isinstance(f, Rows)), None)
         if (
-            type(outer) is Outer
+            outer is not None
             and rows is not None
             and len(outer.shape) == 2
             and outer.shape == rows.shape

@@ -39,7 +39,7 @@ from fastlr.ghost.graph.rows import (
     product_rows,
     register,
 )
-from fastlr.ghost.norms.factors import Bilinear, ComplexOuter, Conv, Dense, Factor, NormsOnly, Outer
+from fastlr.ghost.norms.factors import Bilinear, Conv, Dense, Factor, NormsOnly, Outer
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
 
@@ -187,9 +187,7 @@ def _product(
     g = site.g
     a, g = (saved, g) if slot == 1 else (saved.mT, g.mT)
     a, g = _rows_of_groups(site, a), _rows_of_groups(site, g)
-    if g.is_complex():
-        return ComplexOuter(a.conj(), g, tuple(shape), inputs_first=slot == 1)
-    return Outer(a, g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
+    return Outer(a.conj(), g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
 
 
 def _rows_of_groups(site: Site, t: Tensor) -> Tensor:
