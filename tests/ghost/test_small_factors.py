@@ -7,7 +7,7 @@ from fastlr.ghost.norms.sq_norms import HELD, SMALL, _NormsOfUses
 
 
 def test_norms_are_those_of_the_gradients():
-    norms, exact = _NormsOfUses(None, None, frozenset()), {}
+    norms, exact = _NormsOfUses(None, None), {}
     for i in range(1 + HELD // SMALL):  # so many that some need not wait for the last
         a, g = torch.randn(3, 1, 5, 4), torch.randn(3, 1, 5, 6)
         rows = Rows(torch.randint(7, (3, 5)), g[:, 0], (7, 6))

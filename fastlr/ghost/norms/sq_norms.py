@@ -12,7 +12,7 @@ per-sample gradient is formed, hence "ghost" norms: Goodfellow 2015 (arXiv:1510.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -89,7 +89,9 @@ def sq_norms(
     Raises:
         MeasureAgain: A folded block has no rule, or a rule of an older plan no longer applies.
     """
-    norms = _NormsOfUses(graph, plan.uses, plan.by_sample)
+    norms = _NormsOfUses(graph, plan.uses)
+    by_name = plan.uses.of_name.items()
+    wanted = {use.source for name, uses in by_name if name not in plan.by_sample for use in uses}
     by_formula: list[tuple[Site, list[Use]]] = []
     unfolded: dict[str, str] = {}
     keep = retain or is_unaudited or bool(plan.by_node)
@@ -109,7 +111,7 @@ def sq_norms(
         return None
 
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
-        uses = norms.wanted(plan.uses.at_node[i])
+        uses = [use for use in plan.uses.at_node[i] if use.source in wanted]
         if not uses or all(g is None for g in gradients):
             return
         layouts = {o: plan.layouts[i, o] for o in range(len(gradients)) if (i, o) in plan.layouts}
@@ -157,26 +159,17 @@ class _NormsOfUses:
     Args:
         graph: classified.
         uses: Its uses and groups of parameters.
-        skip: names of parameters that are measured in another way.
 
     Attributes:
         by_name: squared norms [B] of each parameter, of the factors that are taken.
     """
 
-    def __init__(self, graph: Graph, uses: Uses, skip: Collection[str]) -> None:
+    def __init__(self, graph: Graph, uses: Uses) -> None:
         self.graph, self.uses = graph, uses
         self.by_name: dict[str, Tensor] = {}
         self._small: dict[tuple, list[tuple[str, Factor]]] = {}  # by class, dtypes and shapes
         self._held = 0  # elements of these
         self._waiting: dict[Place, list[Factor]] = {}
-        self._skipped: set[Place] = set()
-        for group in uses.groups if skip else ():
-            if all(graph.parameters[p] in skip for p in group.parameters):
-                self._skipped.update(group.sources)
-
-    def wanted(self, uses: list[Use]) -> list[Use]:
-        """Return the uses of parameters that are not skipped."""
-        return [use for use in uses if use.source not in self._skipped]
 
     def add_factors(self, uses: list[Use], factors: Mapping[int, Factor]) -> None:
         """Add what stands for the gradients at uses of one node, by slot."""
