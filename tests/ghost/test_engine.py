@@ -246,7 +246,7 @@ def test_marks_tell_layouts_apart(right):
     shape[right.dim] = right.outer * count * right.inner
     plain = draw(*shape)
     marks = Marks.make(count, torch.float64, torch.device("cpu"))
-    ids = right.samples(shape[right.dim], count, plain.device)
+    ids = right.samples(count, plain.device)
     along = [1, 1, 1]
     along[right.dim] = -1
     sums = (

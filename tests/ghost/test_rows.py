@@ -285,9 +285,9 @@ THREE = [
 
 
 @cache
-def first_rows(layout, length):
-    """Tell which places of an axis of that length belong to the first sample."""
-    return layout.samples(length, SAMPLES, torch.device("cpu")) == 0
+def first_rows(layout):
+    """Tell which places of its axis belong to the first sample."""
+    return layout.samples(SAMPLES, torch.device("cpu")) == 0
 
 
 def broken(z, seen):
@@ -310,7 +310,7 @@ def broken(z, seen):
                 seen.add(name)
                 size = [1] * len(shape)
                 size[layout.dim] = shape[layout.dim]
-                own = first_rows(layout, shape[layout.dim]).view(size)
+                own = first_rows(layout).view(size)
                 given = tuple(
                     own * torch.rand(shape, dtype=graph.dtype(i, output)) if k == output else None
                     for k in range(outputs)
@@ -318,7 +318,7 @@ def broken(z, seen):
                 below = call_node(node, given)[slot]
                 if below is not None:
                     rows = dense(below).sum_to_size(inner).movedim(kept.dim, 0)
-                    others = rows[~first_rows(kept, inner[kept.dim])].detach()
+                    others = rows[~first_rows(kept)].detach()
                     if bool((others.nan_to_num() != 0).any()):
                         found.append(f"{name} {tuple(shape)} {layout} -> {tuple(inner)} {kept}")
     return found

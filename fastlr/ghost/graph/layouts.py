@@ -9,6 +9,7 @@ by the c_j of the sample that the row belongs to.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,9 @@ class Regular:
     outer: int
     inner: int
 
-    def samples(self, size: int, count: int, device: torch.device) -> Tensor:
-        """Sample of each index along the axis: [size]."""
-        ids = torch.arange(count, device=device).view(1, count, 1)
-        return ids.expand(self.outer, count, self.inner).reshape(size)
+    def samples(self, count: int, device: torch.device) -> Tensor:
+        """Sample of each index along the axis."""
+        return torch.arange(count, device=device).repeat_interleave(self.inner).repeat(self.outer)
 
     def split(self, t: Tensor, dim: int, count: int) -> Tensor:
         """Bring the samples of axis ``dim`` of ``t`` first.
@@ -56,12 +56,10 @@ class Ragged:
     """
 
     dim: int
-    ids: Tensor | None = None
+    ids: Any = None
 
-    def samples(self, size: int, count: int, device: torch.device) -> Tensor:
-        """Sample of each index along the axis: [size]."""
-        if self.ids is None:
-            raise Unsupported("the rows of the samples are unknown")
+    def samples(self, count: int, device: torch.device) -> Tensor:
+        """Sample of each index along the axis."""
         return self.ids
 
     def split(self, t: Tensor, dim: int, count: int) -> Tensor:
@@ -70,7 +68,7 @@ class Ragged:
         The result is [B, most rows of a sample, other axes].
         """
         t = t.movedim(dim, 0)
-        ids = self.samples(len(t), count, t.device)
+        ids = self.ids
         order = torch.argsort(ids, stable=True)
         lengths = torch.bincount(ids, minlength=count)
         starts = lengths.cumsum(0) - lengths

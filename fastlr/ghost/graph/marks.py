@@ -181,7 +181,7 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
         ratios = torch.where(plain > 0, marked / plain, 1.0)
         # A number of no sample is taken as sample 0, whose factors differ from what was read.
         layout = Ragged(layout.dim, marks.read(ratios[:-1]).clamp_min(0))
-    ids = layout.samples(len(plain), marks.factors.shape[1], plain.device)
+    ids = layout.samples(marks.factors.shape[1], plain.device)
     expected = plain * marks.factors[:, ids]
     is_wrong = (marked - expected).abs() > marks.tolerance * expected
     is_alive = plain > plain.max() * marks.noise if plain.numel() else plain.bool()

@@ -61,7 +61,7 @@ def _owners(site: Site, output: int) -> Tensor | None:
         return None
     if layout is None:
         raise Unsupported(f"the sample axis of output {output} is unknown")
-    ids = layout.samples(gradient.shape[layout.dim], site.count, gradient.device)
+    ids = layout.samples(site.count, gradient.device)
     shape = [1] * gradient.ndim
     shape[layout.dim] = len(ids)
     return ids.view(shape)

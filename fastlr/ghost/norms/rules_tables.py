@@ -82,7 +82,7 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         kept = kept * n._saved_per_sample_weights
     if n._saved_mode == _MEAN:
         kept = kept / sizes.clamp_min(1)[bag]
-    rows = Ragged(0, site.layout.samples(len(g), site.count, g.device)[bag])
+    rows = Ragged(0, site.layout.samples(site.count, g.device)[bag])
     ids, g = (rows.split(t, 0, site.count) for t in (ids, g[bag] * kept[:, None]))
     return {0: Rows(ids, g, tuple(site.shapes[0]))}
 
@@ -168,7 +168,7 @@ def grouped_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True
     )
     used = (matrix < shape[0]).nonzero()[:, 0]  # rows beyond the last end take no part
-    ids = site.layout.samples(len(rows), site.count, rows.device)
+    ids = site.layout.samples(site.count, rows.device)
     pairs, place = torch.unique(ids[used] * shape[0] + matrix[used], return_inverse=True)
     by_pair = Ragged(0, place)
     a, g = (by_pair.split(t[used], 0, len(pairs)) for t in (rows, site.g))
