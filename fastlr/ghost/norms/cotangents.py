@@ -110,8 +110,7 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
         raise InputError(
             f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"
         )
-    # Float32 holds these values, and twice 2^75 scales any.
-    small = v.is_floating_point() and v.dtype != torch.float64
+    small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds its values
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
     largest = v.abs()  # with amax up to 25 times as fast on a CPU as a norm
@@ -119,11 +118,9 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
         largest = largest.amax(others, keepdim=True)
     refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
     exponent = torch.frexp(largest).exponent
-    if small:
-        half, one = exponent // 2, torch.ones_like(largest)
-        unit = (v * torch.ldexp(one, half - exponent)).mul_(torch.ldexp(one, -half))
-    else:
-        unit = torch.ldexp(v, -exponent)
+    # In two steps, as the factor itself may be beyond the dtype.
+    half, one = exponent // 2, torch.ones_like(largest)
+    unit = (v * torch.ldexp(one, half - exponent)).mul_(torch.ldexp(one, -half))
     return unit.to(output.dtype), _squared(exponent.flatten())
 
 
