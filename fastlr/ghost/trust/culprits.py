@@ -8,40 +8,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InteractionError, RandomForwardError
 from fastlr.ghost.fusion.recurrent import Unfused
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import FAILURES, ModelView
-from fastlr.ghost.trust.agreement import agree
+from fastlr.ghost.trust.agreement import agree, rounding
 from fastlr.ghost.trust.company import BatchOutput
 
 
-def require_not_random(view: ModelView, samples: Batch) -> None:
-    """Require that a few samples give the same again.
+def require_not_random(view: ModelView, samples: Batch) -> BatchOutput:
+    """Require that samples give the same again, and return their output.
 
     Raises:
         RandomForwardError: Two forward passes differ.
     """
-    with torch.no_grad(), Unfused():
-        every = list(range(samples.count))
+    every = range(samples.count)
+    with Unfused():
         together = BatchOutput(view, samples, view.outputs(samples.pick(every)))
         if not together.matches(every, together.run(every)):
             raise RandomForwardError(_random_message(view.module))
+    return together
 
 
-def refuse_interaction(view: ModelView, samples: Batch) -> None:
+def refuse_interaction(together: BatchOutput) -> None:
     """Require that each of a few samples gives the same among copies of itself.
 
     Raises:
         InteractionError: A sample gives something else; the error names the first such module.
     """
-    with torch.no_grad(), Unfused():
-        every = list(range(samples.count))
-        together = BatchOutput(view, samples, view.outputs(samples.pick(every)))
-        if together.first_difference([sample] * len(every) for sample in every) is not None:
+    count = together.batch.count
+    with Unfused():
+        if together.first_difference([sample] * count for sample in range(count)) is not None:
             raise InteractionError(_interaction_message(together))
 
 
@@ -58,7 +57,7 @@ def _random_message(model: nn.Module) -> str:
     return (
         f"{message}, although the model is in eval mode: its forward pass draws at random "
         "whatever the mode. Give F.dropout training=self.training, or draw only where "
-        "self.training is true"
+        "self.training is true. If the model fits itself to its first batch, run it once on data"
     )
 
 
@@ -94,8 +93,7 @@ def _first_changed_module(together: BatchOutput) -> str | None:
     with_others = _outputs_of_sample_0(together, range(count))
     by_itself = _outputs_of_sample_0(together, [0] * count)
     for (name, one), (_, other) in zip(with_others, by_itself, strict=False):
-        relative = 1e-6 if one.dtype == torch.float64 else 1e-3
-        if one.shape == other.shape and not agree(one, other, relative):
+        if one.shape == other.shape and not agree(one, other, rounding(one.dtype)):
             return name
     return None
 

@@ -15,15 +15,13 @@ from fastlr.errors import (
     FastlrError,
     InputError,
     InteractionError,
-    RandomForwardError,
     first_line,
     warn,
 )
 from fastlr.ghost.fusion.forward import ForwardPass
-from fastlr.ghost.model.batch import Batch, copied
+from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.model.writes import passes_have_written
-from fastlr.ghost.trust.agreement import agree, output_tolerance
 from fastlr.ghost.trust.audits import SAMPLES, Refuted
 from fastlr.ghost.trust.company import BatchOutput
 from fastlr.ghost.trust.culprits import refuse_interaction, require_not_random
@@ -71,7 +69,8 @@ class Independence:
         """
         self.comparisons += 1
         if passes_have_written():
-            _require_same_again(forward)
+            # A few samples need not show it, as in a vector quantiser that begins with all of them.
+            require_not_random(forward.view, forward.batch)
         batch = self._batch_with_carriers(forward, largest_compared)
         if (
             not largest_compared
@@ -89,9 +88,9 @@ class Independence:
             InteractionError, RandomForwardError: A few samples show what is to blame.
         """
         samples = forward.batch.part(evenly_spaced(forward.count))
-        require_not_random(forward.view, samples)
+        together = require_not_random(forward.view, samples)
         self.suspicion = "samples that interacted in an earlier batch"
-        refuse_interaction(forward.view, samples)
+        refuse_interaction(together)
         return InteractionError(
             f"samples give another output within the batch of {forward.count} than in parts of it, "
             "or among copies of themselves: samples interact (as where experts have a capacity for "
@@ -166,21 +165,6 @@ class Independence:
         not_audited = count - SAMPLES
         pairs = MANY_ALONE if self.suspicion else max(1, min(SOME_ALONE, not_audited))
         return companies + [[sample, sample] for sample in order[:pairs]]
-
-
-def _require_same_again(forward: ForwardPass) -> None:
-    """Require that two passes over the whole batch give the same output.
-
-    A few samples need not show it, as in a vector quantiser where each is a cluster of its own.
-    """
-    view = forward.view
-    first, again = [view.outputs(copied(forward.x)) for _ in range(2)]
-    relative = output_tolerance(first, view.parameters.values())
-    if not agree(first, again, relative, view.out_dim):
-        raise RandomForwardError(
-            "two forward passes on the same inputs differ: the model fits itself to its first "
-            "batch at random. Run it once on data, then measure it"
-        )
 
 
 def _choices_of_carriers(forward: ForwardPass, batch: Batch) -> list[list[int]]:
