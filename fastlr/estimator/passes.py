@@ -190,7 +190,6 @@ class Passes:
     def _warn_of_shared_rows(self, x: Any) -> None:
         """Warn of inputs with as many rows as samples of which every sample uses all."""
         plan = self.engine.plan
-        assert plan is not None  # a chunk was measured
         count = plan.count
         shared = shared_inputs(x, plan, self.options.in_dim)
         names = [name for name, has_a_row_a_sample in shared if has_a_row_a_sample]
@@ -211,7 +210,7 @@ class Passes:
             two = self.inputs(few.start, few.stop)
             with self.autocast():
                 self.engine.run(two, self.cotangent(few, two, "sampled"), Draw(2))
-                if self.engine.plan is not None and self.engine.plan.by_sample:
+                if self.engine.plan.by_sample:
                     refuse_mixed_gradients(self.engine, self.inputs(start, stop))
             self.refusals_checked = True
         x = self.inputs(start, stop)

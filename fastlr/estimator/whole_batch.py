@@ -32,7 +32,7 @@ def refuse_mixed_gradients(engine: Engine, x: Any) -> None:
     """
     alone = engine.run(x, generic_cotangent, check=True)
     view, plan = engine.view, engine.plan
-    if plan is None or not plan.by_sample:
+    if not plan.by_sample:
         return
     chosen = {name: p for name, p in engine.parameters.items() if name in plan.by_sample}
     for name, reason in plan.by_sample.items():

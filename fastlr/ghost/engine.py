@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from fastlr import ops
 from fastlr.errors import (
+    HiddenParameterError,
+    InteractionError,
     NonFiniteError,
+    NonlinearBackwardError,
     RandomForwardError,
     few,
     warn,
@@ -39,7 +42,12 @@ from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.agreement import norm_tolerance
 from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Outdated, Refuted, SampleAudit
 from fastlr.ghost.trust.caches import Caches
-from fastlr.ghost.trust.copies import measured_on_copy, untested_by_audits
+from fastlr.ghost.trust.copies import (
+    add_noise,
+    running_copies,
+    untested_by_audits,
+    zero_parameters,
+)
 from fastlr.ghost.trust.hooks import (
     Scale,
     changed_by_hooks,
@@ -52,11 +60,12 @@ from fastlr.ghost.trust.planning import new_plan
 from fastlr.ghost.trust.truth import norms_by_loop, norms_of_one
 from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.compiled_parts import retry_after_first_compilation, uncompiled
-from fastlr.ops.cudnn import cudnn_as_user_set, without_cudnn
+from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.modules import all_modules
-from fastlr.ops.process_state import quiet_rng
+from fastlr.ops.process_state import quiet_rng, warnings_ignored
 from fastlr.ops.recent import Recent
 
+MEANINGLESS = InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError
 MOST_COPIES = 8  # structures that deep copies test, if the data choose the graph of a model
 
 
@@ -92,14 +101,13 @@ class Engine:
     Args:
         model: Any nn.Module, measured in the mode it is in, or a view that says where its samples
             are.
-        is_copy: Whether it is a deep copy, made to check another model.
 
     Attributes:
         view: Model.
         folding: Blocks of the model that run as one node.
         ladder: Rung on which the model is measured with its flags of the last call.
         audited_plans: Plans that have passed audits, by their keys.
-        plan: Plan of the last batch.
+        plan: Plan of the last batch; an empty one if that was not measured.
         audits: Counts of audits, and when the next is due.
         independence: Comparisons of samples in other company, with these flags.
 
@@ -107,12 +115,11 @@ class Engine:
         ModelError: No trainable parameters, or ones that cannot be measured.
     """
 
-    def __init__(self, model: nn.Module | ModelView, *, is_copy: bool = False) -> None:
+    def __init__(self, model: nn.Module | ModelView) -> None:
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
-        self.is_copy = is_copy
         self.folding = Folding()
         self.audited_plans: Recent[Key, Plan] = Recent()
-        self.plan: Plan | None = None
+        self.plan = Plan()
         self.audits = Audits()
         self.ladder, self.independence = Ladder(self.folding), Independence()
         self._states_by_flags: Recent[tuple, tuple[Ladder, Independence]] = Recent()
@@ -198,7 +205,7 @@ class Engine:
     def _measure(self, x: Any, flags: tuple, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Return the norms of a batch: run it, find its plan, measure, audit."""
         begun = time.perf_counter()
-        self.plan = None
+        self.plan = Plan()
         forward = ForwardPass.of(self.view, self.folding, x)
         inputs = inputs_key(x, forward.count, self.view.in_dim)
         key = Key.of(flags, forward.graph, forward.count, inputs)
@@ -374,10 +381,10 @@ class Engine:
             Refuted: The copy was measured on a lower rung.
             MeasureAgain: Rules or folded blocks do not measure some parameters of the copy.
         """
-        untested = set() if self.is_copy else untested_by_audits(self.view, plan)
+        untested = untested_by_audits(self.view, plan)  # none of a copy
         if untested <= plan.tested_on_copy or self._copies_made >= MOST_COPIES:
             return
-        copy, _ = self.measure_on_copy(forward.batch, plan)
+        copy = self.measure_on_copy(forward.batch, plan)
         if copy is None:
             plan.notes.append(
                 "no deep copy of it runs like the model: it was checked as it is alone"
@@ -386,31 +393,36 @@ class Engine:
             raise Refuted(copy.ladder.reason)
         self._copies_made += 1
         plan.tested_on_copy |= untested
-        if copy is not None and copy.plan is not None:
+        if copy is not None:
             refused, refuted = self.folding.blocks.refused, copy.ladder.refuted_blocks
             more = {name: reason for name, reason in refuted.items() if name not in refused}
             if plan.adopt(copy.plan) or more:
                 raise MeasureAgain(more)
 
-    def measure_on_copy(
-        self, batch: Batch, plan: Plan
-    ) -> tuple[Engine, torch.dtype] | tuple[None, None]:
-        """Measure a few samples on a deep copy in more digits.
+    def measure_on_copy(self, batch: Batch, plan: Plan) -> Engine | None:
+        """Return the engine of a deep copy in more digits that has measured a few samples.
 
-        Returns:
-            The engine of the copy and its dtype; None if no copy runs like the model.
+        The parameters that are all zero are moved in the copy. None: no copy runs like the model.
+
+        Raises:
+            InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError: A
+                copy cannot be measured, nor can the model.
         """
-
-        def measure(view: ModelView, x: Any) -> Engine:
-            engine = Engine(view, is_copy=True)
-            engine.run(x, generic_cotangent)
-            return engine
-
         samples = batch.part(evenly_spaced(batch.count))
-        for engine, dtype in measured_on_copy(self.view, samples, measure):
-            if engine.plan is not None and set(engine.plan.names) >= set(plan.names):
-                return engine, dtype
-        return None, None
+        every, device_type = range(samples.count), self.view.device.type
+        for copied, dtype, _ in running_copies(self.view, samples, every):
+            copy = Engine(copied)
+            try:
+                add_noise(zero_parameters(copied.parameters.values()))
+                with warnings_ignored(), never_cudnn(), torch.autocast(device_type, enabled=False):
+                    copy.run(samples.pick(every, dtype), generic_cotangent)
+            except MEANINGLESS:
+                raise
+            except Exception:  # whatever a copy raises
+                continue
+            if set(copy.plan.names) >= set(plan.names):
+                return copy
+        return None
 
     # -- refusals and warnings
     # ----------------------------------------------------------------------------------------------

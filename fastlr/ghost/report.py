@@ -78,11 +78,13 @@ class SupportReport:
             x: Inputs of the batch.
         """
         plan, view, blocks = engine.plan, engine.view, engine.folding.blocks
-        assert plan is not None  # a batch was measured
-        exact, dtype = engine.measure_on_copy(view.batch(x, plan.count, plan.carriers), plan)
+        copy = engine.measure_on_copy(view.batch(x, plan.count, plan.carriers), plan)
         deviations = plan.deviations
-        if exact is not None and exact.plan is not None:
-            deviations = dict.fromkeys(plan.deviations, 0.0) | exact.plan.deviations
+        subject = "model itself"
+        if copy is not None:
+            deviations = dict.fromkeys(plan.deviations, 0.0) | copy.plan.deviations
+            dtype = next(iter(copy.parameters.values())).dtype
+            subject = f"{str(dtype).removeprefix('torch.')} copy"
         lost_at = plan.rows_lost_at or engine.independence.suspicion
         notes = list(plan.notes)
         if lost_at:
@@ -93,7 +95,7 @@ class SupportReport:
         notes += notes_of_shared(shared_inputs(x, plan, view.in_dim))
         return SupportReport(
             tuple(_of_parameter(name, plan, deviations) for name in engine.parameters),
-            "model itself" if dtype is None else f"{str(dtype).removeprefix('torch.')} copy",
+            subject,
             str(plan.dtype).removeprefix("torch."),
             plan.unregistered,
             tuple(notes),

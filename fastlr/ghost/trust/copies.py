@@ -9,37 +9,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import (
-    HiddenParameterError,
-    InteractionError,
-    NonlinearBackwardError,
-    RandomForwardError,
-)
 from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import put_back_writes
 from fastlr.ghost.trust.agreement import agree, has_half_precision, rounding
-from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.modules import all_modules
 from fastlr.ops.objects import INTERNAL
-from fastlr.ops.process_state import warnings_ignored
 from fastlr.ops.torch_private import tree_leaves, tree_map
 
 MATRIX_NOISE, VECTOR_NOISE = 0.3, 0.1
-_MEANINGLESS = (
-    InteractionError,
-    RandomForwardError,
-    HiddenParameterError,
-    NonlinearBackwardError,
-)
-Measured = TypeVar("Measured")
 
 
 def deep_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -101,54 +86,25 @@ def zero_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in parameters if p.numel() and not p.detach().any()]
 
 
-def outputs_of_copy(
-    view: ModelView, dtype: torch.dtype, batch: Batch, samples: Sequence[int]
-) -> Tensor | None:
-    """Return the outputs of a deep copy of a model, in a dtype.
+def running_copies(
+    view: ModelView, batch: Batch, samples: Sequence[int]
+) -> Iterator[tuple[ModelView, torch.dtype, Tensor]]:
+    """Yield the deep copies of a model that run, their dtypes, and their outputs for some samples.
 
-    None where it does not run, is not finite, or does not follow the samples: its hooks may write
-    into the model, so that it reads what another pass has left.
+    Left out are copies that fail, are not finite, or do not follow the samples. Their hooks may
+    write into the model, so that they read what another pass has left.
     """
-    try:
-        with torch.autocast(view.device.type, enabled=False):
-            z = view.outputs(batch.pick(samples, dtype))
-            turned = view.outputs(batch.pick(samples[::-1], dtype))
-        follows = agree(z.flip(view.out_dim), turned, rounding(torch.float32), view.out_dim)
-        return z if follows and not bool((z.isnan() | z.isposinf()).any()) else None
-    except Exception:  # whatever a copy raises
-        return None
-
-
-def measured_on_copy(
-    view: ModelView, samples: Batch, measure: Callable[[ModelView, Any], Measured]
-) -> Iterator[tuple[Measured, torch.dtype]]:
-    """Yield what is measured on deep copies that run like the model, and their dtypes.
-
-    The parameters that are all zero are moved in the copies.
-
-    Args:
-        view: Model.
-        samples: A few samples.
-        measure: Function of a copy and its inputs.
-
-    Raises:
-        InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError: A copy
-            cannot be measured, nor can the model.
-    """
-    every = range(samples.count)
     for copied, dtype in deep_copies(view):
-        if outputs_of_copy(copied, dtype, samples, every) is None:
-            continue
         try:
-            add_noise(zero_parameters(copied.parameters.values()))
-            autocast = torch.autocast(view.device.type, enabled=False)
-            with warnings_ignored(), never_cudnn(), autocast:
-                measured = measure(copied, samples.pick(every, dtype))
-        except _MEANINGLESS:
-            raise
+            with torch.autocast(view.device.type, enabled=False):
+                z = copied.outputs(batch.pick(samples, dtype))
+                turned = copied.outputs(batch.pick(samples[::-1], dtype))
+            follows = agree(z.flip(view.out_dim), turned, rounding(torch.float32), view.out_dim)
+            runs = follows and not bool((z.isnan() | z.isposinf()).any())
         except Exception:  # whatever a copy raises
             continue
-        yield measured, dtype
+        if runs:
+            yield copied, dtype, z
 
 
 def untested_by_audits(view: ModelView, plan: Plan) -> set[str]:
