@@ -251,7 +251,7 @@ class Replays:
             flags = torch.cat([torch.stack(self._bad), *(audit.run() for audit in self._audits)])
             bad, of_audits = flags.cpu().split([len(self._bad), 2 * len(self._audits)])
             audited = zip(self._audits, of_audits.view(-1, 2).tolist(), strict=True)
-            if not bad.any() and all(audit.holds(*flag) for audit, flag in audited):
+            if not bad.any() and not any(audit.problem(*flag)[0] for audit, flag in audited):
                 self.engine.audits.passed += len(self._audits)
                 return True
         self.give_up("replayed values were not finite, or not those of the model as it is now")

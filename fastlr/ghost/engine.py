@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -219,10 +219,13 @@ class Engine:
         for one in several:
             table = table + self._norms(forward, plan, one) * one.unscaling
         self._refuse_gradients_not_finite(table)
+        measured = time.perf_counter()
         self._audit(forward, plan, audited, first, norms, check)
         self.plan = self.audited_plans.put(key, plan)
         if check is None:
-            self.audits.measured(time.perf_counter() - begun)
+            ended = time.perf_counter()
+            self.audits.measured += ended - begun
+            self.audits.spent += 0.0 if audited is None else ended - measured
         return ChunkNorms(list(self.parameters), table, {n: plan.route(n) for n in self.parameters})
 
     # -- plans
@@ -341,38 +344,27 @@ class Engine:
         )
         tested_for_hooks = samples if has_hooks else samples[: int(is_unaudited)]
         scale = Scale.of(forward.graph.float_dtypes())
-        with nullcontext() if is_unaudited or check is not None else self.audits.timed():
-            for sample in samples:
-                measured = forward.batch, sample, forward.z, one, norms
-                again = lambda: forward.batch, forward.run_again
-                audit = SampleAudit(self.view, plan, *measured, *again)
-                problem = audit.problem(scale if sample in tested_for_hooks else None)
-                if problem:
-                    self._raise_error_of(audit, problem, forward, plan, plan is audited)
-                self.audits.passed += 1
-                if is_unaudited:
-                    plan.record(audit.deviations())
+        for sample in samples:
+            measured = forward.batch, sample, forward.z, one, norms
+            again = lambda: forward.batch, forward.run_again
+            audit = SampleAudit(self.view, plan, *measured, *again)
+            flags = audit.run(scale if sample in tested_for_hooks else None)
+            problem, wrong = audit.problem(*flags.tolist())
+            if problem and plan is audited:
+                raise Outdated(sample, problem)
+            if problem and not wrong:
+                raise self.independence.interaction_error(forward)
+            if problem:
+                blocks = folded_blocks_with(forward.graph, wrong, plan.uses)
+                raise Refuted(problem, wrong, plan, blocks)
+            self.audits.passed += 1
+            if is_unaudited:
+                plan.record(audit.deviations())
         if is_unaudited:
             self._check_on_copy(forward, plan)
         if has_hooks or (is_unaudited and forward.graph.has_own_functions):
             tolerance = norm_tolerance(self.parameters.values(), plan.dtype, self.view.device)
             require_same_among_copies(self.view, forward.batch, forward.z, tolerance)
-
-    def _raise_error_of(
-        self,
-        audit: SampleAudit,
-        problem: str,
-        forward: ForwardPass,
-        plan: Plan,
-        is_of_earlier_batch: bool,
-    ) -> NoReturn:
-        """Raise the error for an audit that has found a problem of a plan."""
-        if is_of_earlier_batch:
-            raise Outdated(audit.sample, problem)
-        if audit.has_other_output:
-            raise self.independence.interaction_error(forward)
-        blocks = folded_blocks_with(forward.graph, audit.wrong, plan.uses)
-        raise Refuted(problem, audit.wrong, plan, blocks)
 
     def _check_on_copy(self, forward: ForwardPass, plan: Plan) -> None:
         """Measure a few samples on a deep copy, if the model's own numbers hide errors of rules.

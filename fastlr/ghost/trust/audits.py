@@ -6,9 +6,7 @@ In: a batch with its output and norms. Out: whether a sample has the same output
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from random import Random
 from typing import NamedTuple
 
@@ -94,11 +92,13 @@ class Audits:
     Attributes:
         passed: Number of samples whose output and norms were right.
         failed: Number of samples that refuted an earlier plan.
+        measured: Seconds that raw calls took.
+        spent: Seconds of these that audits took, except those of new plans.
     """
 
     def __init__(self) -> None:
         self.passed = self.failed = 0
-        self._measured = self._spent = self._last = 0.0
+        self.measured = self.spent = 0.0
         self._drawn = 0
         self._again: int | None = None
 
@@ -113,8 +113,8 @@ class Audits:
         if isinstance(check, Draw):
             random, last = check
         else:
-            keeps_within_share = self._spent + self._last <= SHARE * self._measured
-            random, last = int(keeps_within_share if check is None else check), False
+            is_within_share = self.spent <= SHARE * self.measured
+            random, last = int(is_within_share if check is None else check), False
         random = max(random, at_least, int(self.failed > 0))
         if not (random or last):
             return []
@@ -131,20 +131,6 @@ class Audits:
         """Count a failure; its sample is audited again next."""
         self.failed += 1
         self._again = sample
-
-    def measured(self, seconds: float) -> None:
-        """Add to the time that raw calls took."""
-        self._measured += seconds
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of this context to that of the audits of raw calls."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._last = time.perf_counter() - begun
-            self._spent += self._last
 
 
 class SampleAudit:
@@ -166,14 +152,10 @@ class SampleAudit:
     Attributes:
         row: Output of the sample beside its copy.
         exact: Squared norms [parameters] of its gradients there.
-        has_other_output: Whether `problem` has found another output.
-        wrong: Names of the parameters of which `problem` has found wrong norms.
     """
 
     row: Tensor
     exact: Tensor
-    has_other_output = False
-    wrong: Collection[str] = ()
 
     def __init__(
         self,
@@ -205,24 +187,6 @@ class SampleAudit:
         self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
         self.tolerance = norm_tolerance(view.parameters.values(), plan.dtype, z.device)
 
-    def problem(self, scale: Scale | None) -> str:
-        """Run the sample, and return what is wrong with its output or norms; "" for nothing.
-
-        Args:
-            scale: How its gradients must scale with its cotangent; None: not tested.
-        """
-        may_differ, may_be_wrong = self.run(scale).tolist()
-        if may_differ and not self.has_its_output():
-            self.has_other_output = True
-            return f"sample {self.sample} alone gives another output than within its batch"
-        errors = self.errors() if may_be_wrong else {}
-        self.wrong = errors.keys()
-        if not errors:
-            return ""
-        worst = max(errors, key=lambda name: errors[name])
-        where = f"the norm of {worst} for sample {self.sample}"
-        return f"{where} is off by {errors[worst]:.1e} of its total"
-
     def run(self, scale: Scale | None = None) -> Tensor:
         """Run the sample; return on the device whether its output and its norms [2] may differ.
 
@@ -244,9 +208,19 @@ class SampleAudit:
         differs = audited_outputs_may_differ(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
 
-    def holds(self, may_differ: bool, may_be_wrong: bool) -> bool:
-        """Return True if output and norms are right, given the flags of `run`."""
-        return (not may_differ or self.has_its_output()) and not (may_be_wrong and self.errors())
+    def problem(self, may_differ: bool, may_be_wrong: bool) -> tuple[str, Collection[str]]:
+        """Return what is wrong with the sample, given the flags of `run`; "" for nothing.
+
+        With it come the names of the parameters with wrong norms: none if its output is wrong.
+        """
+        if may_differ and not self.has_its_output():
+            return f"sample {self.sample} alone gives another output than within its batch", ()
+        errors = self.errors() if may_be_wrong else {}
+        if not errors:
+            return "", ()
+        worst = max(errors, key=lambda name: errors[name])
+        where = f"the norm of {worst} for sample {self.sample}"
+        return f"{where} is off by {errors[worst]:.1e} of its total", errors.keys()
 
     def has_its_output(self) -> bool:
         """Return True if the sample has the same output in the batch and beside its copy.
