@@ -51,7 +51,7 @@ def rounding(dtype: torch.dtype, *, low: bool = False) -> float:
 
 
 def agree(
-    want: Tensor, got: Tensor, relative: float, out_dim: int = 0, rounding: Tensor | None = None
+    want: Tensor, got: Tensor, relative: float, out_dim: int = 0, rounding: Tensor | float = 0.0
 ) -> bool:
     """Return True if outputs of the same samples are the same but for rounding.
 
@@ -72,16 +72,15 @@ def agree(
         return True
     scale_of_samples, in_few_digits = _scales_of_samples(a, b), relative > LARGEST_OF_FLOAT32
     step = max(1, _PART // len(a))
-    for start in range(0, a.shape[1], step):
-        part = slice(start, start + step)
+    rounding = torch.as_tensor(rounding, device=a.device).flatten().expand(a.shape[1])
+    parts = zip(a.split(step, 1), b.split(step, 1), rounding.split(step), strict=True)
+    for of_want, of_got, more in parts:
         scale = scale_of_samples
         if not in_few_digits:
             # Otherwise columns of 1e10 would hide what a column of ones does.
-            scale = torch.minimum(scale, _scales_without_masked(a[:, part], b[:, part], 0))
-        allowed = relative * torch.maximum(_finite_size(a[:, part]), scale)
-        if rounding is not None:
-            allowed = allowed + rounding.flatten()[part]
-        if (gap(a[:, part], b[:, part]) > allowed).any():
+            scale = torch.minimum(scale, _scales_without_masked(of_want, of_got, 0))
+        allowed = relative * torch.maximum(_finite_size(of_want), scale) + more
+        if (gap(of_want, of_got) > allowed).any():
             return False
     return True
 
@@ -89,7 +88,12 @@ def agree(
 def gap(a: Tensor, b: Tensor) -> Tensor:
     """Return distances of elements; 0 where both are NaN or the same infinity."""
     same = (a == b) | (a.isnan() & b.isnan())
-    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
+    return (_wide(a) - _wide(b)).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
+
+
+def _wide(t: Tensor) -> Tensor:
+    """The tensor in float32 at least."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +103,7 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
 
 
 def _finite_size(a: Tensor) -> Tensor:
-    return torch.where(a.isfinite(), a.double().abs(), 0.0)
+    return torch.where(a.isfinite(), _wide(a).abs(), 0.0)
 
 
 def _scales_of_samples(a: Tensor, b: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ def _scales_of_samples(a: Tensor, b: Tensor) -> Tensor:
 def _scales_without_masked(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """Median size along an axis, without masked elements, which have one constant in both."""
     masked = (a == b) | ~a.isfinite()
-    sizes = torch.where(masked, torch.nan, a.double().abs())
+    sizes = torch.where(masked, torch.nan, _wide(a).abs())
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
@@ -151,14 +155,12 @@ def audited_outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_di
         out_dim: Sample axis.
     """
     a, b = _by_sample(own, got, out_dim)
-    in_few_digits = relative > LARGEST_OF_FLOAT32
-    if a.dtype.itemsize < 4:
-        a, b = a.float(), b.float()
-    least = (1.0 if in_few_digits else _PART_OF_OTHERS) * _scales_of_samples(a, b)
-    size = a.abs().nan_to_num_(0.0, 0.0).clamp_(min=least.to(a.dtype))
-    size.mul_(AUDITED_IN_FEW_DIGITS if in_few_digits else relative)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return ~(same | ((a - b).abs_() <= size)).all()
+    least = _scales_of_samples(a, b)
+    if relative > LARGEST_OF_FLOAT32:
+        relative = AUDITED_IN_FEW_DIGITS
+    else:
+        least = _PART_OF_OTHERS * least
+    return (gap(a, b) > relative * torch.maximum(_finite_size(a), least)).any()
 
 
 def output_tolerance(output: Tensor, parameters: Iterable[Tensor]) -> float:
