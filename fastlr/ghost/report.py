@@ -147,53 +147,47 @@ class SupportReport:
     def _summary(self) -> list[str]:
         """What sums up the table: routes, comparison, what was replaced and folded, notes."""
         notes = [f"note: {note}" for note in self.notes]
-        return [*self._of_routes(), *self._of_comparison(), *self._of_folding(), *notes]
+        return [self._of_routes(), *self._of_comparison(), *self._of_folding(), *notes]
 
-    def _of_routes(self) -> list[str]:
+    def _of_routes(self) -> str:
         by_route = Counter(p.route for p in self.parameters)
         parts = [f"{by_route[r]} by {r}" for r in ("rule", "node", "loop", "zero") if by_route[r]]
-        return [f"{len(self.parameters)} parameters: {', '.join(parts)}"]
+        return f"{len(self.parameters)} parameters: {', '.join(parts)}"
 
-    def _of_comparison(self) -> list[str]:
-        lines = []
+    def _of_comparison(self) -> Iterator[str]:
         if any(p.tested for p in self.parameters):
-            lines.append(
+            yield (
                 f"compared with plain autograd on a few samples of a {self.subject} "
                 f"({self.dtype}): off by at most {self.largest_deviation:.1e}"
             )
         untested = [p.name for p in self.parameters if not p.tested and p.route != "loop"]
         if untested:
-            lines.append(
-                f"gradient zero on those samples, so nothing was compared: {few(untested)}"
-            )
+            yield f"gradient zero on those samples, so nothing was compared: {few(untested)}"
         slow = [p for p in self.parameters if p.reason and p.route != "rule"]
-        lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)
-        lines += [
-            f"no rows known for {kind}: marks find them in every batch, by three or more backward "
-            "passes, and no CUDA graph is made"
-            for kind in self.without_rows
-        ]
+        yield from dict.fromkeys(f"{p.route}: {p.reason}" for p in slow)
+        for kind in self.without_rows:
+            yield (
+                f"no rows known for {kind}: marks find them in every batch, by three or more "
+                "backward passes, and no CUDA graph is made"
+            )
         if self.others:
-            lines.append(
+            yield (
                 f"{len(self.others)} other leaves require grad and are not counted: "
                 f"{few(self.others)}"
             )
-        return lines
 
-    def _of_folding(self) -> list[str]:
-        lines = [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
+    def _of_folding(self) -> Iterator[str]:
+        for kind, number in self.replaced.items():
+            yield f"{number} {REPLACED[kind]}"
         if self.fixed:
-            lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
+            yield f"{len(self.fixed)} batch norms run as a scaling and a shift"
         if self.folded:
-            lines.append(
-                f"{len(self.folded)} convolutions run folded with their batch norm and activation"
-            )
+            yield f"{len(self.folded)} convolutions run folded with their batch norm and activation"
             by_reason: dict[str, list[str]] = {}
             for name, reason in self.unfolded.items():
                 by_reason.setdefault(reason, []).append(name)
             for reason, names in by_reason.items():
-                lines.append(f"not folded ({reason}): {few(names, 2)}")
-        return lines
+                yield f"not folded ({reason}): {few(names, 2)}"
 
 
 def _of_parameter(name: str, plan: Plan, deviations: Mapping[str, float]) -> ParameterSupport:
