@@ -40,7 +40,7 @@ from fastlr.ghost.model.writes import passes_have_written, unchanged
 from fastlr.ghost.norms.cotangents import Cotangent, Pass, generic_cotangent, passes
 from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.agreement import norm_tolerance
-from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Outdated, Refuted, SampleAudit
+from fastlr.ghost.trust.audits import SAMPLES, Audits, Check, Refuted, SampleAudit
 from fastlr.ghost.trust.caches import Caches
 from fastlr.ghost.trust.copies import (
     add_noise,
@@ -179,8 +179,6 @@ class Engine:
                 try:
                     with self.ladder.context():
                         return self._measure(x, (*flags, self.ladder.rung), cotangent, check)
-                except Outdated as error:
-                    self._forget_plans_after(error)
                 except Exception as error:
                     uses_kernels = ops.backend_for(*self.parameters.values()) == "triton"
                     if not self.ladder.can_try_again_after(error, uses_kernels=uses_kernels):
@@ -260,13 +258,13 @@ class Engine:
                 "random, or a pass changes what the next one does"
             )
 
-    def _forget_plans_after(self, error: Outdated) -> None:
+    def _forget_plans_after(self, sample: int, problem: str) -> None:
         """Forget all plans after an audit has refuted one; from now on, every batch is audited."""
         warn(
-            f"an audit failed ({error}): the model has changed since the last audit that passed, "
+            f"an audit failed ({problem}): the model has changed since the last audit that passed, "
             "and results since then may be wrong. It is checked again on this batch"
         )
-        self.audits.fail(error.sample)
+        self.audits.fail(sample)
         self.forget_plans()
 
     def forget_plans(self) -> None:
@@ -330,7 +328,7 @@ class Engine:
             check: Samples that the caller wants audited.
 
         Raises:
-            Outdated: A sample refutes a plan of an earlier batch.
+            MeasureAgain: A sample refutes a plan of an earlier batch.
             Refuted: A sample has other norms.
             InteractionError: A sample has another output.
         """
@@ -351,7 +349,8 @@ class Engine:
             flags = audit.run(scale if sample in tested_for_hooks else None)
             problem, wrong = audit.problem(*flags.tolist())
             if problem and plan is audited:
-                raise Outdated(sample, problem)
+                self._forget_plans_after(sample, problem)
+                raise MeasureAgain
             if problem and not wrong:
                 raise self.independence.interaction_error(forward)
             if problem:

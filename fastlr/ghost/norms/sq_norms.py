@@ -52,7 +52,7 @@ _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 
 
 class MeasureAgain(Exception):
-    """A batch has to be measured again, as a rule turned out not to apply.
+    """A batch has to be measured again, as a rule or a plan turned out not to apply.
 
     Attributes:
         unfolded: Reasons why blocks cannot run folded, by the names of their weights. They run

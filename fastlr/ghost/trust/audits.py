@@ -74,18 +74,6 @@ class Refuted(ModelError):
         self.names, self.plan, self.blocks = names, plan, blocks
 
 
-class Outdated(Exception):
-    """Plain autograd refutes what was measured by an earlier plan: the model has changed.
-
-    Attributes:
-        sample: Number of the sample that shows it.
-    """
-
-    def __init__(self, sample: int, text: str) -> None:
-        super().__init__(text)
-        self.sample = sample
-
-
 class Audits:
     """Counts and draws of the audits of one engine.
 

@@ -76,8 +76,8 @@ class Ladder:
             raise
 
     def step_down(self, rung: int, reason: str) -> bool:
-        """Use a lower rung from now on; return False if it is not lower, or there is none."""
-        if not self.rung < rung <= Rung.BY_SAMPLE:
+        """Use a lower rung from now on; return False if it is not lower."""
+        if rung <= self.rung:
             return False
         self.rung, self.reason = Rung(rung), reason
         return True
