@@ -348,15 +348,16 @@ class Engine:
             audit = SampleAudit(self.view, plan, *measured, *again)
             flags = audit.run(scale if sample in tested_for_hooks else None)
             problem, wrong = audit.problem(*flags.tolist())
-            if problem and plan is audited:
+            if not problem:
+                self.audits.passed += 1
+            elif plan is audited:
                 self._forget_plans_after(sample, problem)
                 raise MeasureAgain
-            if problem and not wrong:
+            elif not wrong:
                 raise self.independence.interaction_error(forward)
-            if problem:
+            else:
                 blocks = folded_blocks_with(forward.graph, wrong, plan.uses)
                 raise Refuted(problem, wrong, plan, blocks)
-            self.audits.passed += 1
             if is_unaudited:
                 plan.record(audit.deviations())
         if is_unaudited:
