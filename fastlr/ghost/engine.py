@@ -362,7 +362,7 @@ class Engine:
                 plan.record(audit.deviations())
         if is_unaudited:
             self._check_on_copy(forward, plan)
-        if has_hooks or (is_unaudited and forward.graph.has_own_functions):
+        if has_hooks or (is_unaudited and forward.graph.has_custom_functions):
             tolerance = norm_tolerance(self.parameters.values(), plan.dtype, self.view.device)
             require_same_among_copies(self.view, forward.batch, forward.z, tolerance)
 

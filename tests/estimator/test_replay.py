@@ -20,7 +20,7 @@ import fastlr
 from fastlr.estimator.capture import CudaRecorder, graph_key
 from fastlr.estimator.cuda_graph import Replay
 from fastlr.ghost.model.writes import _Held
-from fastlr.ghost.trust.agreement import audited_outputs_may_differ
+from fastlr.ghost.trust.agreement import outputs_need_full_check
 from fastlr.integrations import Monitor
 
 HIDDEN = {"factor": 1.0}
@@ -169,7 +169,7 @@ def test_outputs_that_need_a_closer_look_are_flagged():
     masked = torch.where(torch.arange(30) == 3, -1e9, x)
 
     def flagged(own, got):
-        return bool(audited_outputs_may_differ(own, got, 1e-3, 0))
+        return bool(outputs_need_full_check(own, got, 1e-3, 0))
 
     assert not flagged(x, x)
     assert not flagged(x, x * (1 + 1e-5))

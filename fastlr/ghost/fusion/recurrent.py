@@ -307,7 +307,7 @@ class Scan(torch.autograd.Function):
 def _rows_of_steps(s: Step) -> Regular | None:
     """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
     dim = {"x": 1, "h0": 0, "c0": 0}.get(s.role)
-    if dim is None or s.layout.dim != (1 if len(s.outer) == 3 else 0):
+    if dim is None or s.layout.dim != (1 if len(s.out_shape) == 3 else 0):
         return None
     return s.at(dim)
 

@@ -40,8 +40,8 @@ class Step:
     layout: Regular
     output: int
     slot: int
-    outer: torch.Size  # shape of the output
-    inner: torch.Size  # shape of the input
+    out_shape: torch.Size  # shape of the output
+    in_shape: torch.Size  # shape of the input
 
     @property
     def role(self) -> str:
@@ -50,7 +50,9 @@ class Step:
 
     def at(self, dim: int) -> Regular | None:
         """The same rows along axis ``dim`` of the input, if it is as long as the output's."""
-        fits = 0 <= dim < len(self.inner) and self.inner[dim] == self.outer[self.layout.dim]
+        fits = (
+            0 <= dim < len(self.in_shape) and self.in_shape[dim] == self.out_shape[self.layout.dim]
+        )
         return Regular(dim, self.layout.outer, self.layout.inner) if fits else None
 
 
@@ -100,7 +102,7 @@ def elementwise(s: Step) -> Regular | None:
 
     An input that is broadcast along the samples would get the sum over them.
     """
-    return s.at(s.layout.dim - (len(s.outer) - len(s.inner)))
+    return s.at(s.layout.dim - (len(s.out_shape) - len(s.in_shape)))
 
 
 _register(
@@ -130,12 +132,12 @@ def _reshaped(s: Step) -> Regular | None:
     Sample b owns the elements whose flat index, divided by its stride, is b modulo the number of
     samples.
     """
-    count = s.outer[s.layout.dim] // (s.layout.outer * s.layout.inner)
-    stride = s.layout.inner * prod(s.outer[s.layout.dim + 1 :])
-    below = prod(s.inner)
+    count = s.out_shape[s.layout.dim] // (s.layout.outer * s.layout.inner)
+    stride = s.layout.inner * prod(s.out_shape[s.layout.dim + 1 :])
+    below = prod(s.in_shape)
     if not below:
         return None
-    for dim, size in enumerate(s.inner):
+    for dim, size in enumerate(s.in_shape):
         below //= size
         if size > 1 and stride % below == 0 and (below * size) % (stride * count) == 0:
             return Regular(dim, below * size // (stride * count), stride // below)
@@ -160,12 +162,12 @@ def _axes(s: Step, ndim: int) -> list[int]:
 
 
 def _transposed(s: Step) -> Regular | None:
-    a, b = _axes(s, len(s.inner))
+    a, b = _axes(s, len(s.in_shape))
     return s.at({a: b, b: a}.get(s.layout.dim, s.layout.dim))
 
 
 def _permuted(s: Step) -> Regular | None:
-    return s.at(_axes(s, len(s.inner))[s.layout.dim])
+    return s.at(_axes(s, len(s.in_shape))[s.layout.dim])
 
 
 def _restrided(s: Step) -> Regular | None:
@@ -175,14 +177,14 @@ def _restrided(s: Step) -> Regular | None:
     channels_last. The input's own strides are not to be seen; marks hold this to the first batch.
     """
     stride = 1
-    for size, step in reversed(list(zip(s.outer, s.node._saved_stride, strict=True))):
+    for size, step in reversed(list(zip(s.out_shape, s.node._saved_stride, strict=True))):
         if size > 1 and step != stride:
             return None
         stride *= size
-    return _reshaped(s) if stride == prod(s.inner) and not s.node._saved_storage_offset else None
+    return _reshaped(s) if stride == prod(s.in_shape) and not s.node._saved_storage_offset else None
 
 
-_register("T", lambda s: s.at(len(s.outer) - 1 - s.layout.dim))
+_register("T", lambda s: s.at(len(s.out_shape) - 1 - s.layout.dim))
 _register("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
 _register("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
 _register("Transpose", _transposed, "dim0", "dim1")
@@ -195,7 +197,7 @@ _register("Permute", _permuted, "dims")
 
 def _beside(s: Step) -> Regular | None:
     """Works along its own axes only. Axes stay where they are; windows are along a new last one."""
-    axes = _axes(s, len(s.inner))
+    axes = _axes(s, len(s.in_shape))
     return s.at(s.layout.dim) if axes and s.layout.dim not in axes else None
 
 
@@ -206,20 +208,20 @@ def _same_axis(s: Step) -> Regular | None:
 
 def _without(s: Step) -> Regular | None:
     """Some axes of the input are not in the output, or of size 1 there."""
-    axes = _axes(s, len(s.inner))
-    if len(s.outer) == len(s.inner) or not axes:
+    axes = _axes(s, len(s.in_shape))
+    if len(s.out_shape) == len(s.in_shape) or not axes:
         return _beside(s)
-    return s.at([d for d in range(len(s.inner)) if d not in axes][s.layout.dim])
+    return s.at([d for d in range(len(s.in_shape)) if d not in axes][s.layout.dim])
 
 
 def _stacked(s: Step) -> Regular | None:
-    (new,) = _axes(s, len(s.outer))
+    (new,) = _axes(s, len(s.out_shape))
     return None if s.layout.dim == new else s.at(s.layout.dim - (s.layout.dim > new))
 
 
 def _padded(s: Step) -> Regular | None:
     pad = s.node._saved_pad
-    start = 2 * (len(s.outer) - 1 - s.layout.dim)  # from the last axis on, two numbers each
+    start = 2 * (len(s.out_shape) - 1 - s.layout.dim)  # from the last axis on, two numbers each
     return s.at(s.layout.dim) if not any(pad[start : start + 2]) else None
 
 
@@ -252,7 +254,7 @@ def _leading(last: int, *, any_slot: bool = False) -> Keeps:
     """Works on the last axes, alike for every index of the others."""
 
     def keeps(s: Step) -> Regular | None:
-        same = len(s.inner) == len(s.outer) and s.layout.dim < len(s.outer) - last
+        same = len(s.in_shape) == len(s.out_shape) and s.layout.dim < len(s.out_shape) - last
         return s.at(s.layout.dim) if same and s.output == 0 and (s.slot == 0 or any_slot) else None
 
     return keeps
@@ -277,7 +279,7 @@ _register("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
 
 def _matrices(s: Step) -> Regular | None:
     """Each matrix alone: the axes before those of a matrix stay, whatever comes of it."""
-    return s.at(s.layout.dim) if s.slot == 0 and s.layout.dim < len(s.inner) - 2 else None
+    return s.at(s.layout.dim) if s.slot == 0 and s.layout.dim < len(s.in_shape) - 2 else None
 
 
 _register(
@@ -294,12 +296,12 @@ _register("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else No
 
 def first_axis(s: Step) -> Regular | None:
     """Alike for every index of the first axis."""
-    return _leading(len(s.outer) - 1)(s)
+    return _leading(len(s.out_shape) - 1)(s)
 
 
 def _columns(s: Step) -> Regular | None:
     """F.unfold and F.fold of a batch: [B, C, H, W] and [B, C k k, positions]."""
-    return s.at(0) if s.layout.dim == 0 and {len(s.inner), len(s.outer)} == {3, 4} else None
+    return s.at(0) if s.layout.dim == 0 and {len(s.in_shape), len(s.out_shape)} == {3, 4} else None
 
 
 _register("Im2Col Col2Im", _columns)
@@ -340,9 +342,9 @@ def product_rows(first: int) -> Keeps:
     def keeps(s: Step) -> Regular | None:
         if s.slot < first:
             return elementwise(s)
-        from_end = len(s.outer) - s.layout.dim
+        from_end = len(s.out_shape) - s.layout.dim
         own = 2 if s.slot == first else 1  # of this factor
-        return s.at(len(s.inner) - from_end) if from_end in (own, 3) else None
+        return s.at(len(s.in_shape) - from_end) if from_end in (own, 3) else None
 
     return keeps
 
@@ -420,13 +422,13 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> TracedRows:
 
 
 def _through(
-    graph: Graph, i: int, layout: Regular, output: int, slot: int, inner: torch.Size
+    graph: Graph, i: int, layout: Regular, output: int, slot: int, in_shape: torch.Size
 ) -> Regular | None:
     """Return the rows in the gradient that a node gives to an input; None if they are unknown."""
-    name, outer = graph.names[i], graph.shape(i, output)
-    if name not in KEEPS or RAGGED in (outer, inner):
+    name, out_shape = graph.names[i], graph.shape(i, output)
+    if name not in KEEPS or RAGGED in (out_shape, in_shape):
         return None
-    step = Step(graph.nodes[i], name, layout, output, slot, outer, inner)
+    step = Step(graph.nodes[i], name, layout, output, slot, out_shape, in_shape)
     try:
         return KEEPS[name](step)
     except (AttributeError, RuntimeError, IndexError, TypeError):

@@ -55,10 +55,10 @@ ALIASES = {
 }
 
 
-_SHOWN = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
+_VIEW_ARGUMENTS = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
 
 
-OWN = "own "  # begins the kind of a node of a user's own Function
+CUSTOM = "custom "  # begins the kind of a node of a user's own Function
 
 
 RAGGED = (-1,)  # no shape of any tensor
@@ -129,9 +129,9 @@ class Graph:
         return any(RAGGED in sizes for sizes in self.sizes)
 
     @property
-    def has_own_functions(self) -> bool:
+    def has_custom_functions(self) -> bool:
         """True if some node is a user's own `torch.autograd.Function`."""
-        return any(name.startswith(OWN) for name in self.names)
+        return any(name.startswith(CUSTOM) for name in self.names)
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
@@ -159,7 +159,7 @@ class Graph:
             getattr(self.nodes[i], f"_saved_{attribute}", None)
             for i, parameter in root.items()
             if parameter in several
-            for attribute in _SHOWN
+            for attribute in _VIEW_ARGUMENTS
         )
         return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), shown
 
@@ -308,4 +308,4 @@ def _kind(node: Any) -> str:
     name, function = node.name(), own_function(node)
     if function is None:
         return ALIASES.get(name, name)
-    return name if function.__module__.startswith("fastlr.") else f"{OWN}{name}"
+    return name if function.__module__.startswith("fastlr.") else f"{CUSTOM}{name}"

@@ -56,10 +56,10 @@ class Distances(Factor):
 
 def _rows_of_distances(s: Step) -> Regular | None:
     """Rows of the distances are rows of the first matrix, their columns are rows of the second."""
-    from_end = len(s.outer) - s.layout.dim
+    from_end = len(s.out_shape) - s.layout.dim
     if from_end > 2:
-        return s.at(len(s.inner) - from_end)
-    return s.at(len(s.inner) - 2) if from_end == 2 - s.slot else None
+        return s.at(len(s.in_shape) - from_end)
+    return s.at(len(s.in_shape) - 2) if from_end == 2 - s.slot else None
 
 
 @rule(

@@ -18,7 +18,7 @@ from fastlr.ops.torch_private import narrow_products
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median is the scale of a sample's outputs
 _DOUBLE = 1e-9  # relative difference of outputs in float64 that is taken for rounding unseen
-_PART_OF_OTHERS = 0.01  # of the size of a sample's elements, where one of them is nearly zero
+_LEAST_SCALE = 0.01  # of the size of a sample's elements, where one of them is nearly zero
 # Squared norms that are nothing but rounding, in parts of the tolerance and the sample's total.
 NOISE, NOISE_IN_FEW_DIGITS = 1e-9, 0.1
 # Relative difference of audited squared norms and outputs that is rounding: it adds up from layer
@@ -51,7 +51,11 @@ def rounding(dtype: torch.dtype, *, low: bool = False) -> float:
 
 
 def agree(
-    want: Tensor, got: Tensor, relative: float, out_dim: int = 0, rounding: Tensor | float = 0.0
+    want: Tensor,
+    got: Tensor,
+    relative: float,
+    out_dim: int = 0,
+    measured_rounding: Tensor | float = 0.0,
 ) -> bool:
     """Return True if outputs of the same samples are the same but for rounding.
 
@@ -60,7 +64,7 @@ def agree(
         got: The same samples' outputs, computed in another way or in other company.
         relative: Difference, in parts of an element's size, that needs no explanation.
         out_dim: Sample axis.
-        rounding: Measured rounding of one sample's elements, allowed on top.
+        measured_rounding: Measured rounding of one sample's elements, allowed on top.
     """
     if want.shape != got.shape:
         return False
@@ -70,15 +74,18 @@ def agree(
     # The scales that are computed below only allow more, and take longer.
     if a.numel() <= _PART and (gap(a, b) <= relative * _finite_size(a)).all():
         return True
-    scale_of_samples, in_few_digits = _scales_of_samples(a, b), relative > LARGEST_OF_FLOAT32
+    scale_of_samples = _scales_of_samples(a, b)
+    large_elements_spoil_small_ones = relative > LARGEST_OF_FLOAT32  # in few digits
     step = max(1, _PART // len(a))
-    rounding = torch.as_tensor(rounding, device=a.device).flatten().expand(a.shape[1])
-    parts = zip(a.split(step, 1), b.split(step, 1), rounding.split(step), strict=True)
+    allowed_on_top = torch.as_tensor(measured_rounding, device=a.device)
+    allowed_on_top = allowed_on_top.flatten().expand(a.shape[1])
+    parts = zip(a.split(step, 1), b.split(step, 1), allowed_on_top.split(step), strict=True)
     for of_want, of_got, more in parts:
         scale = scale_of_samples
-        if not in_few_digits:
+        if not large_elements_spoil_small_ones:
             # Otherwise columns of 1e10 would hide what a column of ones does.
-            scale = torch.minimum(scale, _scales_without_masked(of_want, of_got, 0))
+            scale_of_columns = _scales_where_they_differ(of_want, of_got, 0)
+            scale = torch.minimum(scale_of_samples, scale_of_columns)
         allowed = relative * torch.maximum(_finite_size(of_want), scale) + more
         if (gap(of_want, of_got) > allowed).any():
             return False
@@ -109,13 +116,13 @@ def _finite_size(a: Tensor) -> Tensor:
 def _scales_of_samples(a: Tensor, b: Tensor) -> Tensor:
     """Median size of each sample's elements, of some of them where there are many."""
     every = max(1, a.shape[1] // _SEEN)
-    return _scales_without_masked(a[:, ::every], b[:, ::every], 1)
+    return _scales_where_they_differ(a[:, ::every], b[:, ::every], 1)
 
 
-def _scales_without_masked(a: Tensor, b: Tensor, dim: int) -> Tensor:
+def _scales_where_they_differ(a: Tensor, b: Tensor, dim: int) -> Tensor:
     """Median size along an axis, without masked elements, which have one constant in both."""
-    masked = (a == b) | ~a.isfinite()
-    sizes = torch.where(masked, torch.nan, _wide(a).abs())
+    constants_as_of_masks = (a == b) | ~a.isfinite()
+    sizes = torch.where(constants_as_of_masks, torch.nan, _wide(a).abs())
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
@@ -142,11 +149,11 @@ def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Te
     return (value - exact).abs() <= close * exact + part_of_total * total
 
 
-def audited_outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
-    """Return on the device whether outputs of an audited sample differ by more than rounding.
+def outputs_need_full_check(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+    """Return on the device whether outputs of an audited sample may differ by more than rounding.
 
-    In few digits it allows more than `agree`: as much as audits allow norms. An element that is
-    nearly zero is judged by the scale of its sample.
+    It is the first check of an audit. In few digits it allows more than `agree`: as much as audits
+    allow norms. An element that is nearly zero is judged by the scale of its sample.
 
     Args:
         own: Output of the sample beside its copy.
@@ -159,7 +166,7 @@ def audited_outputs_may_differ(own: Tensor, got: Tensor, relative: float, out_di
     if relative > LARGEST_OF_FLOAT32:
         relative = AUDITED_IN_FEW_DIGITS
     else:
-        least = _PART_OF_OTHERS * least
+        least = _LEAST_SCALE * least
     return (gap(a, b) > relative * torch.maximum(_finite_size(a), least)).any()
 
 

@@ -19,10 +19,10 @@ from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.norms.cotangents import Pass
 from fastlr.ghost.trust.agreement import (
-    audited_outputs_may_differ,
     norm_tolerance,
     norms_close,
     output_tolerance,
+    outputs_need_full_check,
 )
 from fastlr.ghost.trust.company import BatchOutput
 from fastlr.ghost.trust.hooks import Scale
@@ -193,7 +193,7 @@ class SampleAudit:
             scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
             scale.require(self.exact, of_unit, self.own_per_unit, parameters, scale.close)
         relative = output_tolerance(self.own_row, self.view.parameters.values())
-        differs = audited_outputs_may_differ(self.row, self.own_row, relative, self.view.out_dim)
+        differs = outputs_need_full_check(self.row, self.own_row, relative, self.view.out_dim)
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
 
     def problem(self, may_differ: bool, may_be_wrong: bool) -> tuple[str, Collection[str]]:
