@@ -58,7 +58,7 @@ ALIASES = {
 _VIEW_ARGUMENTS = "start end step index dim dims shifts split_size split_sizes dim0 dim1".split()
 
 
-CUSTOM = "custom "  # begins the kind of a node of a user's own Function
+CUSTOM = "own "  # begins the kind of a node of a user's own Function
 
 
 RAGGED = (-1,)  # no shape of any tensor
