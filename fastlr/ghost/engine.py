@@ -340,6 +340,8 @@ class Engine:
         samples = self.audits.samples(
             plan.count, check, SAMPLES if is_unaudited else int(has_hooks)
         )
+        if not samples:  # then the plan is audited, and nothing has hooks
+            return
         tested_for_hooks = samples if has_hooks else samples[: int(is_unaudited)]
         scale = Scale.of(forward.graph.float_dtypes())
         for sample in samples:
