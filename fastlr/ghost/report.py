@@ -39,7 +39,7 @@ class ParameterSupport:
 
 
 REPLACED = {  # kind -> what is said of it after the number
-    "gate": "products with one number a channel run as one node",
+    "gate": "products with one number per channel are left to what reads them",
     "pixel": "convolutions of single pixels run as linear layers",
     "squeeze": "means over all positions keep their gradient small",
     "attention": "self-attentions run without torch's copies",

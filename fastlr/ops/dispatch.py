@@ -62,7 +62,6 @@ TABLE = {
     "fold_weights": Op("folded", "fold_weights", ()),
     "folded_conv": Op("folded", "folded", (0, 2)),
     "activation_grad": Op("folded", None, (0, 1)),
-    "gate_grad": Op("folded", None, (0, 1, 2)),
     "folded_conv_sq_norms": Op("folded", "conv_norms", (0, 1, 3)),
     "folded_conv_backward": Op("folded", "folded", (0, 1, 2, 5)),
 }

@@ -79,7 +79,9 @@ def through_loading(
     of_gate = None
     if x.gate is not None:
         active = ACTIVATIONS[x.activation](x.tensor)
-        gx, of_gate = ops.run("gate_grad", gx, active, x.gate)
+        wide = torch.promote_types(gx.dtype, torch.float32)
+        sums = (gx * active).sum(list(range(2, gx.ndim)), keepdim=True, dtype=wide)
+        gx, of_gate = gx * x.gate, sums.to(x.gate.dtype)
     if at_activation is not None:
         gx = gx + at_activation
     if x.activation != "none" and not x.gradient_at_output:
@@ -165,34 +167,6 @@ def activation_grad(
     if act == "silu":
         return aten.silu_backward(grad, kept)
     return aten.gelu_backward(grad, kept, approximate="tanh" if act == "gelu_tanh" else "none")
-
-
-def gate_grad(
-    g: Tensor,  # [B, C, *spatial]
-    x: Tensor,  # [B, C, *spatial]
-    gate: Tensor,  # [B, C, 1, ...]
-) -> tuple[Tensor, Tensor]:  # of the shapes of x and gate
-    """Gradients of ``x * gate``, of which ``gate`` has one number for each sample and channel.
-
-    Args:
-        g: gradient of the product [B, C, *spatial].
-        x: [B, C, *spatial].
-        gate: [B, C, 1, ...].
-
-    Returns:
-        (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
-
-    On a CPU it goes sample by sample, so that the product stays in the cache.
-    """
-    axes = list(range(2, x.ndim))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if x.device.type != "cpu":
-        return g * gate, (g * x).sum(axes, keepdim=True, dtype=wide).to(gate.dtype)
-    gx, sums = torch.empty_like(x), []
-    for one, of, factor, out in zip(g, x, gate, gx, strict=True):
-        torch.mul(one, factor, out=out)
-        sums.append((one * of).flatten(1).sum(1, dtype=wide))
-    return gx, torch.stack(sums).to(gate.dtype).view(gate.shape)
 
 
 def folded_conv_sq_norms(

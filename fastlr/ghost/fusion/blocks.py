@@ -21,8 +21,8 @@ class Blocks:
         not_folded: name of a convolution's weight -> why it had no block there.
         fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift
             there.
-        replaced: how many calls of a kind ran in another way there: "gate", "squeeze"
-            (squeeze_excitation.py), "pixel" (pending.py), "attention", "recurrent".
+        replaced: how many calls of a kind ran in another way there: "gate" and
+            "squeeze" (squeeze_excitation.py), "pixel" (pending.py), "attention", "recurrent".
         must_run_again: something turned out there that forbids folding, and it has to be made once
             more.
         refused: name of a weight -> why it runs as the model says from now on; grows.

@@ -32,7 +32,6 @@ from fastlr.ghost.fusion.pending import (
 from fastlr.ghost.fusion.squeeze_excitation import (
     MEANS,
     PRODUCTS,
-    gate,
     is_gate,
     is_whole_mean,
     keeps_axes,
@@ -271,17 +270,20 @@ def _activation_of(call: Call) -> tuple[str, bool] | None:
 
 # --------------------------------------------------------------------------------------------------
 # calls that run by nodes of our own
-def _product_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Product | None:
-    """Return the product of a block's result with factors, which its readers apply; or None.
+def product(blocks: Blocks, call: Call) -> Product | None:
+    """Leave the product of a block's result with one number per channel to its readers.
 
-    That is by kernels, where the block leaves its activation to them too.
+    Blocks by kernels can, as they leave their activation to them too.
     """
-    if len(args) != 2 or kwargs:
+    if len(call.args) != 2 or call.kwargs or not torch.is_grad_enabled():
         return None
-    factors, x = args if isinstance(args[1], Pending) else args[::-1]
+    factors, x = call.args if isinstance(call.args[1], Pending) else call.args[::-1]
     if not isinstance(x, Pending) or isinstance(factors, Lazy) or not is_gate(factors, x):
         return None
-    return Product(x, factors) if x.try_to_leave_steps() else None
+    if not x.try_to_leave_steps():
+        return None
+    blocks.replaced["gate"] += 1
+    return Product(x, factors)
 
 
 def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -308,7 +310,6 @@ class Replacement(NamedTuple):
 
 
 REPLACEMENTS: dict[Callable, Replacement] = {
-    **dict.fromkeys(PRODUCTS, Replacement("gate", gate, _product_of_block)),
     **dict.fromkeys(MEANS, Replacement("squeeze", squeeze, _mean_of_block)),
     **dict.fromkeys(recurrent.CALLS, Replacement("recurrent", recurrent.scanned)),
     ATTENTION: Replacement("attention", self_attention_without_copies),
@@ -342,6 +343,7 @@ HANDLERS: dict[Callable, Handler] = {
     F.batch_norm: batch_norm,
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys((*_WITH_OPTIONS, *_RELU, F.gelu), activation),
+    **dict.fromkeys(PRODUCTS, product),
     **dict.fromkeys(REPLACEMENTS, replacement),
     **dict.fromkeys(recurrent.CALLS, recurrent_layer),
 }

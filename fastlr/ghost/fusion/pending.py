@@ -35,7 +35,6 @@ from fastlr import ops
 from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.checkpoints import before_checkpoints
 from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv
-from fastlr.ghost.fusion.squeeze_excitation import Gate
 from fastlr.ops.activations import ACTIVATIONS
 from fastlr.ops.autocast import autocast_dtype
 from fastlr.ops.block import Loaded
@@ -166,7 +165,7 @@ class Product(Lazy):
         return self
 
     def make(self) -> Tensor:  # noqa: D102
-        return Gate.apply(self.factored.compute(), self.factors)
+        return self.factored.compute() * self.factors
 
     def loaded(self) -> Loaded:  # noqa: D102
         return self.factored.loaded()._replace(gate=self.factors)

@@ -1,10 +1,7 @@
-"""The mean and the product of squeeze-and-excitation, as own autograd nodes.
+"""The mean over all positions of squeeze-and-excitation as an autograd node, and its product.
 
-The mean is over all positions, the product is with one number a sample and channel.
-
-The product's backward pass reads the gradient and the input once, where torch's own makes and reads
-a product of their size. The mean's gives one number a sample and channel, expanded, where torch's
-own writes a tensor of the input's size.
+The mean's backward pass gives one number per sample and channel, expanded. Torch's own writes a
+tensor of the input's size.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlr import ops
 from fastlr.ops.torch_private import is_view
 
 _POOLS = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
@@ -83,34 +79,6 @@ def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | Non
     if func not in _POOLS and not _saves_time(args[0]):
         return None
     return Squeeze.apply(args[0], lambda t: func(t, args[1], **kwargs))
-
-
-class Gate(torch.autograd.Function):
-    """``x * gate`` for x [B, C, *spatial] and gate [B, C, 1, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(x, gate)
-        return x * gate
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return ops.run("gate_grad", g, *ctx.saved_tensors)
-
-
-def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the result of a call that is a product of x with numbers, by `Gate`.
-
-    There is one number a sample and channel; None if the call is no such product.
-    """
-    if (
-        len(args) != 2
-        or kwargs
-        or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args)
-    ):
-        return None
-    numbers, x = sorted(args, key=Tensor.numel)
-    return Gate.apply(x, numbers) if _saves_time(x) and is_gate(numbers, x) else None
 
 
 def is_gate(numbers: Any, x: Tensor) -> bool:

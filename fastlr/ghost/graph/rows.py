@@ -114,7 +114,7 @@ _register(
     "Maximum Minimum Mish MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 "
     "Reciprocal Relu Remainder Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh "
     "Softplus Softshrink SpecialNdtri Sqrt SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
-    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards "
+    "Where Xlogy ActivatedBackward torch::autograd::CopyBackwards "
     "Angle Complex Conj ConjPhysical Polar "
     "Deg2Rad Digamma Fmod FmodBackward1 I0 Igamma Igammac Mvlgamma Polygamma Rad2Deg SpecialEntr "
     "SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialZeta",

@@ -57,17 +57,6 @@ def activation_grad(
     return input_grad.to(grad.dtype)
 
 
-def gate_grad(
-    g: Tensor,  # [B, C, *spatial]
-    x: Tensor,  # [B, C, *spatial]
-    gate: Tensor,  # [B, C, 1, ...]
-) -> tuple[Tensor, Tensor]:  # of the shapes of x and gate
-    """See fastlr.ops.folded.gate_grad."""
-    axes = list(range(2, x.ndim))
-    sums = (g.double() * x.double()).sum(axes, keepdim=True)
-    return (g.double() * gate.double()).to(x.dtype), sums.to(gate.dtype)
-
-
 def folded_conv_sq_norms(
     x: Tensor,  # [B, C, *spatial]
     g: Tensor,  # [B, O, *spatial']
@@ -110,7 +99,9 @@ def folded_conv_backward(
     gx = torch.ops.aten.convolution_backward(*given, None, *geometry, [True, False, False])[0]
     of_gate: list[Tensor] = []
     if x.gate is not None:
-        gx, *of_gate = gate_grad(gx, ACTIVATIONS[x.activation](wide.tensor), x.gate)
+        product = gx * ACTIVATIONS[x.activation](wide.tensor)
+        of_gate = [product.sum(list(range(2, gx.ndim)), keepdim=True).to(x.gate.dtype)]
+        gx = gx * x.gate.double()
     if gradients.loaded is not None:
         gx = gx + gradients.loaded.double()
     if not x.gradient_at_output:

@@ -1,4 +1,4 @@
-"""Products with one number a sample and channel (squeeze-and-excitation): their node, its use."""
+"""The mean of squeeze-and-excitation, and convolutions of single pixels."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models import mobilenet_v3_small
 
 import fastlr
-from fastlr.ghost.fusion.squeeze_excitation import Gate, Squeeze
+from fastlr.ghost.fusion.squeeze_excitation import Squeeze
 
 
 def excited(excite):
@@ -21,43 +21,6 @@ def excited(excite):
         excite=nn.Conv2d(3, 6, 1),
         after=nn.Conv2d(6, 5, 1),
     )
-
-
-def gate(m, x):
-    return F.hardsigmoid(m.excite(m.squeeze(x.mean((2, 3), keepdim=True)).relu()))
-
-
-PRODUCTS = {
-    "times": (lambda x, gate: x * gate, 1),
-    "reversed": (lambda x, gate: gate * x, 1),
-    "function": (lambda x, gate: torch.mul(gate, x), 1),
-    "method": (lambda x, gate: x.mul(gate), 1),
-    "twice": (lambda x, gate: x * gate * gate, 2),
-    "in_place": (lambda x, gate: x.clone().mul_(gate), 0),
-    "one_number_for_all_channels": (lambda x, gate: x * gate[:, :1], 0),
-    "a_number_a_position": (lambda x, gate: x * x.tanh(), 0),
-    "square": (lambda x, gate: (gate * gate).expand_as(x) + x, 0),
-}
-
-
-@mark.parametrize("name", PRODUCTS)
-def test_norms_are_those_of_the_model(name):
-    product, gates = PRODUCTS[name]
-    model = excited(lambda m, x: product(x, gate(m, x)))
-    assert check(model, 0, why="no batch norm follows").replaced["gate"] == gates
-
-
-@mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
-@mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
-def test_its_gradients_are_right(shape, memory_format):
-    x = torch.randn(shape, dtype=torch.float64)
-    x = (
-        x
-        if memory_format == torch.contiguous_format
-        else x.transpose(0, 1).contiguous().transpose(0, 1)
-    ).requires_grad_()
-    gate = torch.randn(*shape[:2], *[1] * (len(shape) - 2), dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(Gate.apply, (x, gate))
 
 
 MEANS = {
@@ -95,19 +58,9 @@ def test_the_means_gradients_are_right(shape):
         )
 
 
-def test_parameters_are_not_taken_for_gates():
-    parts = {"conv": nn.Conv2d(4, 6, 3), "scale": nn.Parameter(torch.ones(1, 6, 1, 1))}
-    assert (
-        check(Written(lambda m, x: (m.conv(x) * m.scale).flatten(1), **parts), 0).replaced["gate"]
-        == 0
-    )
-
-
-def test_mobilenet_runs_its_nine():
+def test_mobilenet_runs_its_means():
     model = mobilenet_v3_small(num_classes=2, width_mult=0.25).eval()
     report = fastlr.support_report(model, torch.randn(2, 3, 64, 64))
-    assert report.replaced["gate"] == 9
-    assert "9 products with one number a channel" in str(report)
     assert report.replaced["squeeze"] == 10
     assert "10 means over all positions" in str(report)
 
