@@ -101,7 +101,7 @@ MUTANTS = {
         lambda f, *args: [1.025 * t for t in f(*args)],
     ),
     "lstm": Mutant("lstm", SCAN, times(1.05), "w_hh"),
-    "gru": Mutant("gru", SCAN, times(1.05), "w_ih"),
+    "gru": Mutant("gru", SCAN, times(1.05), "b_hh"),
     "more than 64 rows": Mutant(
         "many rows", ADDMM, with_g(lambda g: g * (1.025 if g.shape[2] > 64 else 1.0)), (8, 8)
     ),

@@ -1,13 +1,14 @@
 """Recurrent layers with each parameter in one ordinary product over all steps.
 
-In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, from one node of the
-graph for each layer and direction (`Scan`), and its rule.
+In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, by two nodes of the
+graph for each layer and direction: a linear layer that gives the inputs' part of the gates of all
+steps, and a `Scan` over the steps with its rule.
 
 The fused nodes of nn.LSTM, nn.GRU and nn.RNN hide their parameters, and torch's own steps use each
-once a step. Here the call runs as it is, for its values; from these the derivatives of every step
-are found at once. Going back through time then gives the gradients g_t at the gates of all steps,
-and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the inputs or the states before,
-as for a linear layer on a sequence.
+once per step. Here the call runs as it is, for its values. From these the derivatives of every step
+are computed at once. Going back through time then gives the gradients g_t at the gates of all
+steps. The gradient of the recurrent weight is sum_t g_t h_t^T, with h_t the states before each
+step, as for a linear layer on a sequence.
 
 Calls that `scanned` leaves alone (packed sequences, dropout in train mode, projections) are run by
 torch step by step: see `Unfused`.
@@ -18,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,20 +31,15 @@ from fastlr.ghost.fusion.checkpoints import is_checkpointed
 from fastlr.ghost.fusion.precomputed import take_precomputed
 from fastlr.ghost.graph.layouts import Regular, Unsupported
 from fastlr.ghost.graph.rows import Step
-from fastlr.ghost.norms.factors import Dense, Factor, NormsOnly, Outer
+from fastlr.ghost.norms.factors import Dense, Factor, Outer
 from fastlr.ghost.norms.rules import Site, rule
+from fastlr.ops.autocast import full_precision
 from fastlr.ops.cudnn import never_cudnn
 from fastlr.ops.held import SharedContext
 from fastlr.ops.linear import raised
 from fastlr.ops.torch_private import enable_mkldnn, mkldnn_enabled
 
 NODE = "ScanBackward"
-STATES = ("h0", "c0")
-WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh")  # as torch orders them
-# Elements of a sample's gradients by inputs, states and one up to which a single product is faster
-# on a CPU.
-FEW = 1 << 14
-Sides = dict[str, tuple[Tensor | None, Tensor]]  # see `Scan.sweep`
 CALLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -118,7 +113,6 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
     per = len(weights) // (layers * directions)
     if per != (4 if biases else 2):  # with a projection
         return None
-    roles = ("x", *STATES[: len(initial)], *WEIGHTS[:per])
     x = x.transpose(0, 1).contiguous() if batch_first else x
     last: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
@@ -127,12 +121,26 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
             k = layer * directions + direction
             states = [state[k] for state in initial]
             chosen = weights[k * per : (k + 1) * per]
-            out, *cell = Scan.apply(x.flip(0) if direction else x, *states, *chosen, roles, func)
+            out, *cell = _layer(func, x.flip(0) if direction else x, states, chosen)
             last.append((out[-1], *cell))
             outputs.append(out.flip(0) if direction else out)
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
     ends = (torch.stack(tensors) for tensors in zip(*last, strict=True))
     return (x.transpose(0, 1) if batch_first else x), *ends
+
+
+def _layer(
+    func: Callable, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the outputs of one layer in one direction, and an LSTM's last cell."""
+    w_ih, w_hh, *biases = weights
+    initial = [state[None].contiguous() for state in states]
+    hx = initial if func is torch.lstm else initial[0]
+    with torch.no_grad(), never_cudnn() if x.is_cuda else nullcontext():
+        results = func(x, hx, weights, bool(biases), 1, 0.0, False, False, False)
+    with full_precision(x.device):
+        gates = F.linear(*map(raised, (x, w_ih, *biases[:1])))
+    return Scan.apply(gates, *states, w_hh, *biases[1:], func, results)
 
 
 @dataclass
@@ -151,7 +159,7 @@ class Steps:
 
     @staticmethod
     def of(func: Callable, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
-        """Compute the steps from a layer's inputs, initial states, weights and outputs.
+        """Compute the steps from the inputs of a `Scan`, the states and the outputs.
 
         The tensors are named by role; all are float32 or float64.
         """
@@ -170,9 +178,7 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has, in a fifth of
     tanh's time on a CPU.
     """
-    gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
-    gates.view(-1, gates.shape[2]).addmm_(before.flatten(0, 1), t["w_hh"].mT)
-    gates = gates.unflatten(2, (4, -1))
+    gates = (t["gates"] + F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (4, -1))
     i, f, g, o = gates.unbind(2)
     g.mul_(2)
     gates.sigmoid_()
@@ -195,8 +201,8 @@ def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
 
     The new gate takes two places in ``local``: first by x, last by h.
     """
-    x_gates = raised(F.linear(t["x"], t["w_ih"], t.get("b_ih"))).unflatten(2, (3, -1))
-    h_gates = raised(F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (3, -1))
+    x_gates = t["gates"].unflatten(2, (3, -1))
+    h_gates = F.linear(before, t["w_hh"], t.get("b_hh")).unflatten(2, (3, -1))
     r, z = (x_gates[:, :, :2] + h_gates[:, :, :2]).sigmoid_().unbind(2)
     n = torch.addcmul(x_gates[:, :, 2], r, h_gates[:, :, 2]).tanh_()
     new = (1 - z) * (1 - n * n)
@@ -209,9 +215,10 @@ def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
 
 
 class Scan(torch.autograd.Function):
-    """The outputs of a recurrent layer in one direction.
+    """The outputs of a recurrent layer in one direction, and an LSTM's last cell.
 
-    They are a function of its inputs, initial states and weights.
+    They are a function of the inputs' part of the gates [T, B, gates * H], of the initial states
+    and of the recurrent weight and bias.
 
     Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has
     computed before the backward pass reaches the node (the gradients at the outputs and what
@@ -221,38 +228,29 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        *tensors, roles, func = given
-        t = {role: tensor.detach() for role, tensor in zip(roles, tensors, strict=True)}
-        with never_cudnn() if t["x"].is_cuda else nullcontext():
-            initial = tuple(t[role][None].contiguous() for role in STATES if role in t)
-            hx = initial if len(initial) == 2 else initial[0]
-            weights = [t[role] for role in WEIGHTS if role in t]
-            out, *ends = func(t["x"], hx, weights, "b_ih" in t, 1, 0.0, False, False, False)
-        before = torch.cat([initial[0].to(out.dtype), out[:-1]])
-        ctx.steps = Steps.of(
-            func,
-            {role: raised(tensor) for role, tensor in t.items()},
-            raised(before),
-            raised(out),
-        )
-        ctx.save_for_backward(*tensors)
+        *tensors, func, (out, *ends) = given
+        states = ("h0", "c0")[: len(ends)]
+        ctx.roles = ("gates", *states, "w_hh", "b_hh")[: len(tensors)]
+        with full_precision(out.device):
+            t = {r: raised(x.detach()) for r, x in zip(ctx.roles, tensors, strict=True)}
+            before = torch.cat([t["h0"][None], raised(out[:-1])])
+            ctx.steps = Steps.of(func, t, before, raised(out))
+        ctx.save_for_backward(tensors[ctx.roles.index("w_hh")])
         ctx.set_materialize_grads(False)
-        ctx.roles, ctx.ready, ctx.norms_only = roles, None, False
+        ctx.ready, ctx.norms_only = None, False
         return out, *(end[0] for end in ends[1:])
 
     @staticmethod
     def sweep(
         ctx: Any, g: Tensor | None, g_cell: Tensor | None = None
-    ) -> tuple[Sides, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Go back through time.
 
         Returns:
-            For each weight and bias its two sides at all steps: a [T, B, I] (None for a bias) and g
-            [T, B, O], of which its gradient is the sum of g a^T; and the gradients of the initial
-            states.
+            The gradients at the inputs' part and at the states' part of the gates [T, B, O], and at
+            the initial states by role.
         """
-        s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
-        weight = raised(held["w_hh"])
+        s, weight = ctx.steps, raised(ctx.saved_tensors[0])
         gates = torch.empty_like(s.local)
         gated = s.keep is not None and s.cell is None  # a GRU
         carry = None
@@ -281,13 +279,7 @@ class Scan(torch.autograd.Function):
             if gated:
                 prior.addcmul_(at_hidden, factors[0])
         by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
-        sides = {
-            "w_ih": (held["x"], by_x),
-            "w_hh": (s.before, by_h),
-            "b_ih": (None, by_x),
-            "b_hh": (None, by_h),
-        }
-        return sides, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
+        return by_x, by_h, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # noqa: D102
@@ -295,18 +287,18 @@ class Scan(torch.autograd.Function):
             raise RuntimeError(
                 "a model that differentiates its recurrent layers twice needs torch's own steps"
             )
-        sides, found = take_precomputed(ctx, gradients) or Scan.sweep(ctx, *gradients)
-        if ctx.needs_input_grad[ctx.roles.index("x")]:
-            found["x"] = sides["w_ih"][1] @ raised(ctx.saved_tensors[ctx.roles.index("w_ih")])
-        for role, (a, g) in () if ctx.norms_only else sides.items():
-            rows = g.flatten(0, 1)
-            found[role] = rows.sum(0) if a is None else rows.mT @ raised(a).flatten(0, 1)
-        return *(found.get(role) for role in ctx.roles), None, None
+        by_x, by_h, found = take_precomputed(ctx, gradients) or Scan.sweep(ctx, *gradients)
+        found["gates"] = by_x
+        if not ctx.norms_only:
+            rows = by_h.flatten(0, 1)
+            found["w_hh"] = rows.mT @ ctx.steps.before.flatten(0, 1)
+            found["b_hh"] = rows.sum(0)
+        return *map(found.get, ctx.roles), None, None
 
 
 def _rows_of_steps(s: Step) -> Regular | None:
     """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
-    dim = {"x": 1, "h0": 0, "c0": 0}.get(s.role)
+    dim = {"gates": 1, "h0": 0, "c0": 0}.get(s.role)
     if dim is None or s.layout.dim != (1 if len(s.out_shape) == 3 else 0):
         return None
     return s.at(dim)
@@ -320,7 +312,7 @@ def _rows_of_steps(s: Step) -> Regular | None:
     ),
 )
 def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weights and biases, from a sweep back through time that is kept for the node."""
+    """Recurrent weight and bias, from a sweep back through time that is kept for the node."""
     node = site.node
     reached = {
         output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None
@@ -332,40 +324,15 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     layout = layouts.pop()
     if layouts or layout is None or layout.dim != 1:
         raise Unsupported("the rows of the samples are not the same in all outputs of the layer")
-    if any(node.roles[slot] not in WEIGHTS for slot in slots):
-        raise Unsupported("inputs or initial states that are computed of parameters alone")
-    sides, _ = swept = Scan.sweep(node, *site.gradients)
+    _, by_h, _ = swept = Scan.sweep(node, *site.gradients)
     node.ready = site.gradients, swept
-
-    def rows(t: Tensor) -> Tensor:
-        return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]
-
-    def factor(slot: int) -> Factor:
-        a, g = sides[node.roles[slot]]
-        if a is None:
-            return Dense(ops.run("broadcast_sums", rows(g), None, [1]))
-        return Outer(rows(a)[:, None], rows(g)[:, None], tuple(site.shapes[slot]))
-
-    norms = {} if node.steps.local.is_cuda else _in_one_product(sides, rows)
-    roles = {slot: node.roles[slot] for slot in slots}
-    return {
-        s: NormsOnly(norms[role], partial(factor, s)) if role in norms else factor(s)
-        for s, role in roles.items()
-    }
-
-
-def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return squared norms [B] by role, all from one product over the rows.
-
-    It serves where inputs and states have the same gates, and these are few; else there are none.
-    """
-    (x, g), (before, by_h) = sides["w_ih"], sides["w_hh"]
-    assert x is not None and before is not None
-    widths = [x.shape[2], before.shape[2], 1]
-    if by_h is not g or sum(widths) * g.shape[2] > FEW:
-        return {}
-    columns = torch.cat([raised(x), before, before.new_ones(()).expand(*x.shape[:2], 1)], 2)
-    of_x, of_h, of_one = (
-        t.sum(1) for t in ops.run("column_sq_norms", rows(columns), rows(g)).split(widths, 1)
-    )
-    return {"w_ih": of_x, "w_hh": of_h, "b_ih": of_one, "b_hh": of_one}
+    before, g = (layout.split(t, 1, site.count).flatten(1, 2) for t in (node.steps.before, by_h))
+    factors: dict[int, Factor] = {}
+    for slot in slots:
+        if node.roles[slot] == "w_hh":
+            factors[slot] = Outer(before[:, None], g[:, None], tuple(site.shapes[slot]))
+        elif node.roles[slot] == "b_hh":
+            factors[slot] = Dense(ops.run("broadcast_sums", g, None, [1]))
+        else:
+            raise Unsupported("inputs or initial states that are computed of parameters alone")
+    return factors
