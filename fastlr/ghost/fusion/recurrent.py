@@ -178,7 +178,7 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has, in a fifth of
     tanh's time on a CPU.
     """
-    gates = (t["gates"] + F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (4, -1))
+    gates = F.linear(before, t["w_hh"], t.get("b_hh")).add_(t["gates"]).unflatten(2, (4, -1))
     i, f, g, o = gates.unbind(2)
     g.mul_(2)
     gates.sigmoid_()
