@@ -48,7 +48,6 @@ TABLE = {
     "shape_images_from": Op("shape_images", "shape_images", ()),
     "shape_images_at": Op("shape_images", "shape_images", (0,)),
     "linear_sq_norms": Op("linear", "linear_norms", (0, 1)),
-    "column_sq_norms": Op("linear", None, (0, 1)),
     "dense_sq_norms": Op("linear", "row_norms", (0,)),
     "one_row_sq_norms": Op("linear", "row_norms", (0, 1)),
     "conv_sq_norms": Op("convolution", "conv_norms", (0, 1)),

@@ -127,28 +127,6 @@ def _of_product(small: Tensor, large: Tensor) -> Tensor:
     return square_sum(product.view(len(small), -1))
 
 
-def column_sq_norms(
-    a: Tensor,  # [B, T, I]
-    g: Tensor,  # [B, T, O]
-) -> Tensor:  # [B, I]
-    """Return the squared norm of what each input contributes to a sample's weight gradient.
-
-    That is of the columns of sum_t g_t a_t^T.
-
-    Args:
-        a: inputs [B, T, I].
-        g: output gradients [B, T, O].
-
-    Returns:
-        [B, I], float64.
-    """
-    count, _, inputs = a.shape
-    a, g = raised(a), raised(g)
-    ranges = chunks(count, inputs * g.shape[2], CACHED)
-    parts = [square_sum((a[lo:hi].mT @ g[lo:hi]).flatten(0, 1)) for lo, hi in ranges]
-    return torch.cat(parts).view(count, inputs)
-
-
 def _gram(a: Tensor, g: Tensor) -> Tensor:
     """Return each sample's squared norm of G^T A, summed over groups, by Gram matrices.
 

@@ -11,18 +11,17 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from itertools import chain, islice
+from itertools import islice
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from fastlr.ops.objects import INTERNAL, PLAIN, version
+from fastlr.ops.objects import INTERNAL, PLAIN
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS.union((list, set, deque, tuple))
 _MOST = 256  # entries of a container that are looked at
-_DEEP = 5  # containers and objects within each other that are looked at in an input
 _HOOKS = frozenset(n for n in INTERNAL if n.startswith(("_forward", "_backward")))
 # Of classes of their own in scripted modules.
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
@@ -120,40 +119,6 @@ def refill(value: Any, before: Any) -> None:
         value.extend(before)
     else:
         value.update(before)
-
-
-class Contents:
-    """The contents of an object, and of the plain containers and objects in it."""
-
-    def __init__(self, thing: Any) -> None:
-        self._parts: dict[int, tuple[Any, Any]] = {}
-        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._add(thing, _DEEP)
-
-    def _add(self, thing: Any, depth: int) -> None:
-        if isinstance(thing, Tensor):
-            self._tensors[id(thing)] = thing, version(thing), thing.detach().clone()
-            return
-        if callable(thing):  # modules and functions
-            return
-        held: Any = thing if type(thing) in _CONTAINERS else getattr(thing, "__dict__", None)
-        if held is None or not depth or id(held) in self._parts or len(held) > _MOST:
-            return
-        self._parts[id(held)] = held, copy(held)
-        for entry in _values(held):
-            self._add(entry, depth - 1)
-
-    def restore(self) -> bool:
-        """Put the contents back, and return True if a tensor was exchanged or written."""
-        entries = chain.from_iterable(_values(held) for held, _ in self._parts.values())
-        is_changed = not self._tensors.keys() <= set(map(id, entries))
-        for t, times, values in self._tensors.values():
-            if version(t) != times:
-                t.data.copy_(values)
-                is_changed = True
-        for held, before in self._parts.values():
-            refill(held, before)
-        return is_changed
 
 
 def _values(held: Any) -> Any:

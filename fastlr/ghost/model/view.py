@@ -249,8 +249,8 @@ def call(model: Callable, x: Any, *, copies: bool = True) -> Any:
     """
 
     def run(x: Any, copies: bool) -> Any:
-        passing = forward_pass(model, copies=copies)
-        with arguments(x) as (args, kwargs), passing, uncompiled():
+        args, kwargs = arguments(x)
+        with forward_pass(model, copies=copies), uncompiled():
             return model(*args, **kwargs)
 
     if copies and passes_have_written():

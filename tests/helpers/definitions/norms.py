@@ -24,14 +24,6 @@ def linear_sq_norms(
     )
 
 
-def column_sq_norms(
-    a: Tensor,  # [B, T, I]
-    g: Tensor,  # [B, T, O]
-) -> Tensor:  # [B, I]
-    """See fastlr.ops.linear.column_sq_norms."""
-    return (g.double().mT @ a.double()).square().sum(1)
-
-
 def dense_sq_norms(
     grads: Tensor,  # [B, ...]
 ) -> Tensor:  # [B]
