@@ -9,7 +9,7 @@ decided in fastlr.ghost.fusion.mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,7 +20,7 @@ from fastlr import ops
 from fastlr.ghost.fusion.precomputed import take_precomputed
 from fastlr.ghost.graph.layouts import Regular
 from fastlr.ghost.graph.uses import Uses
-from fastlr.ghost.graph.walk import Graph, Place
+from fastlr.ghost.graph.walk import Graph
 from fastlr.ghost.norms.factors import Factor, NormsOnly
 from fastlr.ghost.norms.rules import Site, Unsupported, rule
 from fastlr.ops.activations import value_of
@@ -38,7 +38,6 @@ from fastlr.ops.recent import Recent
 
 NODE = "FoldedConvBackward"
 ONE_IMAGE = Regular(0, 1, 1)
-SEVERAL = "a sample owns several images"
 PASSES = 8  # kept in mind
 
 
@@ -364,7 +363,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if 0 not in reached and not node.options.mean:
         raise Unsupported("no gradient at the first output")
     if any(site.layouts.get(o) != ONE_IMAGE for o in reached):
-        raise Unsupported(SEVERAL)
+        raise Unsupported("a sample owns several images")
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
     at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
@@ -376,15 +375,3 @@ def folded_blocks_with(graph: Graph, names: Collection[str], uses: Uses) -> set[
     """Return the folded blocks that use some of these parameters."""
     nodes = {use.node for name in names for use in uses.of_name.get(name, ())}
     return {graph.nodes[i].block for i in nodes if hasattr(graph.nodes[i], "block")}
-
-
-def blocks_of_several_images(graph: Graph, layouts: Mapping[Place, Regular]) -> dict[str, str]:
-    """Return the folded blocks of which a sample owns several images, with that as the reason.
-
-    They have no rule.
-    """
-    return {
-        graph.nodes[i].block: SEVERAL
-        for i, kind in enumerate(graph.names)
-        if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE
-    }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.graph.backward import backward
+from fastlr.ghost.graph.formulas import dense
 from fastlr.ghost.graph.layouts import Layout, Ragged, possible_layouts
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph, Place
@@ -95,21 +96,10 @@ def _row_sums(
 
 def row_sums(gradient: Tensor, dim: int) -> Tensor:
     """Sum of absolute values over all axes but ``dim``: [size of dim], float64."""
-    if gradient.layout != torch.strided:
-        return _row_sums_of_sparse(gradient, dim)
+    gradient = dense(gradient.detach())
     others = [d for d in range(gradient.ndim + 1) if d != dim]
     wide = torch.complex128 if gradient.is_complex() else torch.float64
-    return torch.linalg.vector_norm(gradient.detach()[..., None], 1, others, dtype=wide)
-
-
-def _row_sums_of_sparse(gradient: Tensor, dim: int) -> Tensor:
-    """Return row sums of a sparse gradient, as of an adjacency matrix, without making it dense."""
-    entries = gradient.detach().to_sparse_coo().coalesce()
-    values, sparse_axes = entries.values(), entries.sparse_dim()  # [entries, *axes that are dense]
-    if dim >= sparse_axes:
-        return row_sums(values, 1 + dim - sparse_axes)
-    sums = torch.zeros(gradient.shape[dim], dtype=torch.float64, device=gradient.device)
-    return sums.index_add_(0, entries.indices()[dim], row_sums(values, 0))
+    return torch.linalg.vector_norm(gradient[..., None], 1, others, dtype=wide)
 
 
 # Octaves that marks span, and the tolerance and the noise of `Marks`, by the least precise dtype of

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastlr.errors import FastlrError
-from fastlr.ghost.fusion.conv_bn import blocks_of_several_images
 from fastlr.ghost.fusion.forward import ForwardPass
 from fastlr.ghost.graph.marks import layouts_by_marks
 from fastlr.ghost.graph.plan import Key, Plan
@@ -20,7 +19,6 @@ from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import PARAMETER, Graph, walk
 from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.norms.cotangents import generic_cotangent
-from fastlr.ghost.norms.sq_norms import MeasureAgain
 from fastlr.ghost.trust.culprits import require_not_random
 from fastlr.ghost.trust.hidden import require_no_hidden_parameters
 from fastlr.ghost.trust.independence import Independence, evenly_spaced
@@ -45,7 +43,6 @@ def new_plan(
     Raises:
         InteractionError, RandomForwardError, InputError: See `Independence`.
         HiddenParameterError: Parameters outside the graph move the output.
-        MeasureAgain: Folded blocks have no rule for this batch.
     """
     graph = forward.graph
     largest_compared = earlier.largest_compared if earlier else 0
@@ -125,9 +122,6 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
     if plan.by_sample.keys() >= set(plan.names):
         return
     rows = trace(graph, forward.z, view.out_dim)
-    several = blocks_of_several_images(graph, rows.layouts)
-    if several:
-        raise MeasureAgain(several)
     plan.uncovered = uncovered(graph)
     places = [(node, output) for node in uses.at_node for output in range(graph.output_count(node))]
     layouts: dict = {place: rows.layouts.get(place) for place in places}
