@@ -181,14 +181,14 @@ def fisher_root() -> Iterator[tuple]:
 
 
 def fold_weights() -> Iterator[tuple]:
-    """Every dtype, one convolution and many."""
-    for dtype, count in product(DTYPES, (1, 64)):
-        kinds = {"table": "*i64", "folded": f"*{DTYPES[dtype]}", "numbers": "*fp32"}
-        flags = {role.upper(): fold.KINDS[dtype] for role in fold.ROLES} | {
-            "COUNT": count,
-            "BLOCK": fold.BLOCK,
-        }
-        label = f"fold[{DTYPES[dtype]},{count}]"
+    """Every dtype of the activations, with bias and affine batch norm and without."""
+    for dtype, bare in product(DTYPES.values(), (False, True)):
+        kinds = {"folded": f"*{dtype}", "numbers": "*fp32", "weight": "*fp32", "eps": "fp32"}
+        kinds |= dict.fromkeys(("bias", "gamma", "beta", "mean", "var"), "*fp32")
+        flags = {"BLOCK": fold.BLOCK}
+        if bare:
+            flags |= dict.fromkeys(("bias", "gamma", "beta"))
+        label = f"fold[{dtype}{', bare' if bare else ''}]"
         yield variant(label, fold.fold_weights_kernel, kinds, flags, (), num_warps=fold.WARPS)
 
 

@@ -144,7 +144,7 @@ def _fold_weights(outputs: int, inputs: int, draw: Draw) -> Call:
     gamma, beta, mean, var = (draw.weights(outputs) for _ in range(4))
     weight = draw.weights(outputs, inputs, 1, 1)
     return Call(
-        (draw.dtype, (1e-3,), weight, None, gamma, beta, mean, 0.5 + var.abs()), weight.numel()
+        (draw.dtype, 1e-3, weight, None, gamma, beta, mean, 0.5 + var.abs()), weight.numel()
     )
 
 

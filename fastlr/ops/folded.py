@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -278,43 +277,32 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def fold_weights(
     dtype: torch.dtype,
-    eps: tuple[float, ...],
-    *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
-) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
-    """Fold batch norms into the weights and biases of the convolutions before them.
+    eps: float,
+    weight: Tensor,  # [O, C / groups, *kernel]
+    bias: Tensor | None,  # [O]
+    gamma: Tensor | None,  # [O]
+    beta: Tensor | None,  # [O]
+    mean: Tensor,  # [O]
+    var: Tensor,  # [O]
+) -> tuple[Tensor, Tensor]:  # of the shape of the weight, [4, O]
+    """Fold a batch norm into the weight and bias of the convolution before it.
 
-    The batch norms use their running statistics.
+    The batch norm uses its running statistics.
 
     Args:
-        dtype: of the folded weights.
-        eps: added to the variance, one number a convolution.
-        tensors: six a convolution: weight W [O, C/groups, *kernel]; bias of the convolution or None
-            for zero; weight of the batch norm or None for one; its bias or None for zero; running
-            mean; running variance; the last five [O].
+        dtype: Dtype of the folded weight.
+        eps: Number added to the variance.
+        weight: Weight W of the convolution [O, C/groups, *kernel].
+        bias: Bias of the convolution [O]; None for zero.
+        gamma: Weight of the batch norm [O]; None for one.
+        beta: Bias of the batch norm [O]; None for zero.
+        mean: Running mean [O].
+        var: Running variance [O].
 
     Returns:
-        For each: (s W in ``dtype``, numbers of the channels [4, O], float64: beta + s (bias -
-            mean), s, 1/sigma, bias - mean).
-
-    In float32 at least.
+        (s W in ``dtype``, numbers of the channels [4, O]: beta + s (bias - mean), s, 1/sigma, bias
+            - mean, in float32 at least).
     """
-    results = []
-    for i, one in enumerate(eps):
-        results.append(_folded(dtype, one, *tensors[6 * i : 6 * i + 6]))
-    return results
-
-
-def _folded(
-    dtype: torch.dtype,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`fold_weights` of one convolution."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     rstd = torch.rsqrt(var.to(wide) + eps)
     scale = rstd if gamma is None else gamma.to(wide) * rstd

@@ -12,12 +12,10 @@ from torch.testing import assert_close
 
 import fastlr
 from bench import cases
-from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion import mode as fuse
-from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, Fold, FoldedConv, FoldedWeights
+from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv
 from fastlr.ops.activations import ACTIVATIONS
-from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
 
 
@@ -66,66 +64,9 @@ def test_its_gradients_are_right(act, frozen, residual):
             pre.shape, generator=generator, dtype=torch.float64
         ).requires_grad_()
     tensors = BlockTensors(**{"residual": None, **given}, mean=mean, var=var)
-    got, *_ = FoldedConv.apply(FoldedWeights(), how, *tensors)
+    got, *_ = FoldedConv.apply(how, *tensors)
     want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
     assert_same_function(got, want, [t for t in given.values() if t.requires_grad])
-
-
-def test_weights_are_folded_at_once(monkeypatch):
-    """Kernels fold at once the weights that an earlier pass asked for in the same way.
-
-    What has changed or gone since is folded by itself.
-    """
-    folds = []
-
-    def run(name, dtype, eps, *tensors):
-        folds.append(len(eps))
-        return ops.get(name, "torch")(dtype, eps, *tensors)
-
-    monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.backend_for", lambda *_: "triton")
-    monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.run", run)
-    generator = seeded(0)
-    weights = FoldedWeights()
-    calls = [
-        [torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)]
-        for _ in range(3)
-    ]
-
-    def forward(change=None, kind=torch.float32):
-        """Run one pass, and return how many weights were folded at a time.
-
-        ``change`` is called before the last convolution.
-        """
-        folds.clear()
-        weights.end_pass()
-        for i, (weight, *rest) in enumerate(calls):
-            if change and i == 2:
-                change()
-            tensors = (weight, None, *rest[1:]) if i == 1 else (weight, *rest)
-            got = weights.get(Fold(kind, 1e-3 * (i + 1), tensors))
-            want = ops.get("fold_weights", "torch")(kind, (1e-3 * (i + 1),), *tensors)[0]
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        weights.end_pass()
-        return list(folds)
-
-    # what was folded one by one is then folded at once, so that the kernel has been compared before
-    # a capture
-    assert forward() == [1, 1, 1, 3]
-    assert forward() == [3]
-    assert forward() == [3]
-    assert forward(kind=torch.bfloat16) == [1, 1, 1, 3]
-    assert forward() == [3]
-    assert forward(kind=torch.bfloat16) == [3]
-    assert forward(lambda: calls[2][0].mul_(2)) == [3, 1, 3] and forward() == [3], (
-        "changed in place"
-    )
-    calls[2][0] = calls[2][0].clone()
-    assert forward() == [2, 1, 3] and forward() == [3], "another tensor"
-    calls[0], calls[2] = calls[2], calls[0]
-    assert forward() == [1, 1, 1, 3] and forward() == [3], "another order"
-    with gathered():
-        calls[0][0] = calls[0][0].clone()
-        assert forward() == [1, 1, 1], "nothing can be compared now"
 
 
 # -- what is folded

@@ -230,11 +230,7 @@ def fold_cases() -> dict[str, tuple]:
         one[name] = (weight, bias, gamma, beta, mean, var)
         one[f"{name}-bare"] = (weight, None, None, None, mean, var)
     one["channels-last"] = (one["3x3"][0].to(memory_format=torch.channels_last), *one["3x3"][1:])
-    cases = {name: (torch.float32, (1e-3,), *tensors) for name, tensors in one.items()}
-    several = [t for tensors in one.values() for t in tensors]
-    return cases | {
-        "several": (torch.float32, tuple(1e-3 / (i + 1) for i in range(len(one))), *several)
-    }
+    return {name: (torch.float32, 1e-3, *tensors) for name, tensors in one.items()}
 
 
 def folded_cases(op: str) -> dict[str, tuple]:

@@ -6,7 +6,6 @@ from collections import Counter
 
 from torch import Tensor
 
-from fastlr.ghost.fusion.conv_bn import FoldedWeights
 from fastlr.ghost.fusion.recurrent import Unfused
 
 
@@ -28,7 +27,6 @@ class Blocks:
         refused: name of a weight -> why it runs as the model says from now on; grows.
         disabled: why nothing is folded any more.
         unfused: runs recurrent layers step by step where they cannot be replaced.
-        weights: makes the folded weights.
     """
 
     def __init__(self) -> None:
@@ -36,7 +34,6 @@ class Blocks:
         self.refused: dict[str, str] = {}
         self.disabled: str | None = None
         self.unfused = Unfused()
-        self.weights = FoldedWeights()
         self.begin()
 
     def begin(self) -> None:
@@ -48,7 +45,6 @@ class Blocks:
         self.fixed: set[str] = set()
         self.replaced: Counter[str] = Counter()
         self.unfused.calls = 0
-        self.weights.end_pass()
 
     @property
     def has_folded(self) -> bool:

@@ -8,10 +8,8 @@ decided in fastlr.ghost.fusion.mode.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from fastlr.ghost.norms.factors import Factor, NormsOnly
 from fastlr.ghost.norms.rules import Site, Unsupported, rule
 from fastlr.ops.activations import value_of
 from fastlr.ops.block import Block, Gradients, Loaded
-from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.folded import (
     folded_and_unfolded_convolution,
     keeps_unfolded_convolution,
@@ -33,131 +30,9 @@ from fastlr.ops.folded import (
     through_loading,
 )
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.objects import address, version
-from fastlr.ops.recent import Recent
 
 NODE = "FoldedConvBackward"
 ONE_IMAGE = Regular(0, 1, 1)
-PASSES = 8  # kept in mind
-
-
-class Fold(NamedTuple):
-    """What is folded: a convolution and a batch norm.
-
-    Attributes:
-        dtype: of the folded weight.
-        eps: added to the variance.
-        tensors: weight, bias, gamma, beta, running mean and variance, as
-            `fastlr.ops.folded.fold_weights` takes them; or what gives them as long as
-            they exist.
-    """
-
-    dtype: torch.dtype
-    eps: float
-    tensors: tuple[Any, ...]
-
-    @property
-    def identity(self) -> tuple:
-        """Which tensors these are, where they are and how often they were written to."""
-        return self.dtype, self.eps, *map(_identity, self.tensors)
-
-    @property
-    def exists(self) -> bool:
-        """True if no tensor that must be there is gone: weight, running mean and variance."""
-        weight, _, _, _, mean, var = self.tensors
-        return weight is not None and mean is not None and var is not None
-
-
-def _weakly(t: Tensor | None) -> Callable[[], Tensor | None]:
-    """Return what gives a tensor as long as it exists, then None."""
-    return ref(t) if t is not None else lambda: None
-
-
-def _identity(t: Tensor | None) -> tuple | None:
-    return None if t is None else (id(t), address(t), version(t))
-
-
-class FoldedWeights:
-    """The folded weights of a forward pass.
-
-    By kernels all are made at once, if an earlier pass has asked for the same.
-    """
-
-    def __init__(self) -> None:
-        # What passes have asked for, weakly, by what they asked for first.
-        self._passes: Recent[tuple, list[Fold]] = Recent(PASSES)
-        self._first: tuple = ()  # of this pass: what it has asked for first, and all so far
-        self._asked: list[Fold] = []
-        # What this pass has made, by its identity: the tensors are held, so that the identity is
-        # no other's.
-        self._made: dict[tuple, tuple[Fold, tuple[Tensor, Tensor]]] = {}
-        self._one_by_one = False  # some were not made with others
-
-    def end_pass(self) -> None:
-        """Drop what the pass has made, and keep in mind what it has asked for."""
-        if self._asked:
-            self._passes.put(self._first, self._asked)
-            next_pass_makes_them_at_once = self._one_by_one and len(self._asked) > 1
-            if next_pass_makes_them_at_once:
-                self._have_the_kernel_compared_with_plain_torch()
-            self._asked = []
-        self._made.clear()
-        self._one_by_one = False
-
-    def _have_the_kernel_compared_with_plain_torch(self) -> None:
-        """Make all that the pass has asked for, only to hold that call to plain torch.
-
-        So the next pass, which will make it, may be captured by a CUDA graph, in which nothing can
-        be compared.
-        """
-        if may_wait_for_device():
-            self._make(self._of_earlier_pass())
-
-    def get(self, fold: Fold) -> tuple[Tensor, Tensor]:
-        """Return the folded weight and the numbers of the channels."""
-        dtype, eps, tensors = fold
-        if ops.backend_for(tensors[0]) != "triton":
-            return ops.run("fold_weights", dtype, (eps,), *tensors)[0]
-        if not self._asked:
-            self._first = dtype, id(tensors[0])
-        self._asked.append(fold._replace(tensors=tuple(map(_weakly, tensors))))
-        key = fold.identity
-        if key not in self._made:
-            folds = [fold]
-            if not self._made:
-                earlier = self._of_earlier_pass()
-                if any(other.identity == key for other in earlier):
-                    folds = earlier
-            self._one_by_one |= len(folds) == 1
-            self._make(folds)
-        return self._made[key][1]
-
-    def _of_earlier_pass(self) -> list[Fold]:
-        """Return what the last pass that began like this one has asked for.
-
-        Tensors that are gone are None.
-        """
-        folds = []
-        for fold in self._passes.get(self._first) or []:
-            folds.append(fold._replace(tensors=tuple(t() for t in fold.tensors)))
-        return folds
-
-    @torch.no_grad()
-    def _make(self, folds: list[Fold]) -> None:
-        """Fold these, those of the same dtypes together."""
-        alike: dict[tuple, list[Fold]] = {}
-        for fold in folds:
-            if fold.exists:
-                dtypes = [getattr(t, "dtype", None) for t in fold.tensors]
-                given = {*dtypes} - {None}
-                key = (fold.dtype, *(given if len(given) == 1 else dtypes))
-                alike.setdefault(key, []).append(fold)
-        for group in alike.values():
-            every_eps = tuple(fold.eps for fold in group)
-            tensors = itertools.chain(*(fold.tensors for fold in group))
-            results = ops.run("fold_weights", group[0].dtype, every_eps, *tensors)
-            for fold, result in zip(group, results, strict=True):
-                self._made[fold.identity] = fold, result
 
 
 class BlockOptions(NamedTuple):
@@ -207,7 +82,7 @@ class BlockTensors(NamedTuple):
     gate: Tensor | None = None
 
 
-INPUTS = ("weights", "options", *BlockTensors._fields)  # the arguments of a node
+INPUTS = ("options", *BlockTensors._fields)  # the arguments of a node
 PARAMETERS = ("weight", "bias", "gamma", "beta")
 
 
@@ -228,13 +103,13 @@ class FoldedConv(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Any
+        ctx: Any, options: BlockOptions, *given: Any
     ) -> tuple[Tensor | None, ...]:
         tensors = BlockTensors(*given)
         x, weight = _in_fastest_layout(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
-        fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
-        folded, channels = weights.get(fold)
+        statistics = tensors.mean, tensors.var
+        folded, channels = ops.run("fold_weights", options.dtype, options.eps, *affine, *statistics)
         block = Block(weight, folded, channels, options.activation, options.geometry)
         out, kept, unfolded_out, mean = _computed(x, block, tensors, options)
         if options.activation == "none":

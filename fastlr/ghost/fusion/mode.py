@@ -83,7 +83,6 @@ class Folding(TorchFunctionMode):
             with self:
                 result = forward()
             result = computed(result)
-            blocks.weights.end_pass()
             if not blocks.must_run_again:
                 self.idle = self._found_nothing() and not has_recurrent_layers
                 return result

@@ -343,7 +343,7 @@ class Pending(Lazy):
             loaded.gate,
         )
         with torch.autocast(self.device.type, enabled=False):
-            out, *others = FoldedConv.apply(self.blocks.weights, options, *tensors)
+            out, *others = FoldedConv.apply(options, *tensors)
         passed_on, means = others or (None, None)
         if passed_on is not None:
             x.pass_on(passed_on)  # type: ignore[attr-defined]

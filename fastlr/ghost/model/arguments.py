@@ -14,7 +14,7 @@ from fastlr.ops.objects import PLAIN
 from fastlr.ops.torch_private import tree_map
 
 
-def arguments(x: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments(x: Any) -> tuple[tuple, dict[Any, Any]]:
     """Return the arguments of one call by position and by name.
 
     The call has its own copies of objects, such as an iterator or a cache of keys and values.

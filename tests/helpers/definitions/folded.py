@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,19 +110,20 @@ def folded_conv_backward(
 
 def fold_weights(
     dtype: torch.dtype,
-    eps: tuple[float, ...],
-    *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
-) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
+    eps: float,
+    weight: Tensor,  # [O, C / groups, *kernel]
+    bias: Tensor | None,  # [O]
+    gamma: Tensor | None,  # [O]
+    beta: Tensor | None,  # [O]
+    mean: Tensor,  # [O]
+    var: Tensor,  # [O]
+) -> tuple[Tensor, Tensor]:  # of the shape of the weight, [4, O]
     """See fastlr.ops.folded.fold_weights."""
-    results = []
-    for i, one in enumerate(eps):
-        weight, bias, gamma, beta, mean, var = tensors[6 * i : 6 * i + 6]
-        rstd = (var.double() + one).rsqrt()
-        scale = rstd if gamma is None else gamma.double() * rstd
-        shift = -mean.double() if bias is None else bias.double() - mean.double()
-        folded_bias = scale * shift
-        if beta is not None:
-            folded_bias = folded_bias + beta.double()
-        folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
-        results.append((folded.to(dtype), torch.stack([folded_bias, scale, rstd, shift])))
-    return results
+    rstd = (var.double() + eps).rsqrt()
+    scale = rstd if gamma is None else gamma.double() * rstd
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    folded_bias = scale * shift
+    if beta is not None:
+        folded_bias = folded_bias + beta.double()
+    folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
+    return folded.to(dtype), torch.stack([folded_bias, scale, rstd, shift])
