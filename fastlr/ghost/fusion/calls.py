@@ -286,55 +286,44 @@ def product(blocks: Blocks, call: Call) -> Product | None:
     return Product(x, factors)
 
 
-def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the mean of a block's result over all positions as its kernel gives it, or None."""
-    if not is_whole_mean(func, args, kwargs) or not isinstance(args[0], Pending):
-        return None
-    result = args[0].mean_over_positions()
-    return result if result is None or keeps_axes(func, kwargs) else result.flatten(1)
+def mean(blocks: Blocks, call: Call) -> Tensor | None:
+    """Run a mean over all positions so that its gradient stays small.
 
-
-class Replacement(NamedTuple):
-    """Another way in which calls of a kind may run.
-
-    Attributes:
-        kind: by what they are counted.
-        on_values: returns the result of a call (function, arguments, keywords); None where it does
-            not apply.
-        on_block: likewise, for a call on a block's pending result; it is asked first.
+    By kernels a block gives the mean of its own result.
     """
+    if not torch.is_grad_enabled() or not is_whole_mean(*call):
+        return None
+    x, result = call.args[0], None
+    if isinstance(x, Pending):
+        result = x.mean_over_positions()
+    if result is None:
+        result = squeeze(*call.with_values())
+    elif not keeps_axes(call.func, call.kwargs):
+        result = result.flatten(1)
+    if result is not None:
+        blocks.replaced["squeeze"] += 1
+    return result
 
-    kind: str
-    on_values: Callable
-    on_block: Callable | None = None
 
-
-REPLACEMENTS: dict[Callable, Replacement] = {
-    **dict.fromkeys(MEANS, Replacement("squeeze", squeeze, _mean_of_block)),
-    **dict.fromkeys(recurrent.CALLS, Replacement("recurrent", recurrent.scanned)),
-    ATTENTION: Replacement("attention", self_attention_without_copies),
-}
-
-
-def replacement(blocks: Blocks, call: Call) -> Any:
-    """Run a call in its other way, and count it."""
+def attention(blocks: Blocks, call: Call) -> tuple[Tensor, None] | None:
+    """Run a self-attention without the copies that torch makes around it."""
     if not torch.is_grad_enabled():
         return None
-    other_way = REPLACEMENTS[call.func]
-    result = None if other_way.on_block is None else other_way.on_block(*call)
-    if result is None:
-        result = other_way.on_values(*call.with_values())
+    result = self_attention_without_copies(*call.with_values())
     if result is not None:
-        blocks.replaced[other_way.kind] += 1
+        blocks.replaced["attention"] += 1
     return result
 
 
 def recurrent_layer(blocks: Blocks, call: Call) -> Any:
     """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
-    as_one_scan = replacement(blocks, call)
-    if as_one_scan is not None or not torch.is_grad_enabled():
-        return as_one_scan
-    return blocks.unfused.run_by_steps(*call.with_values())
+    if not torch.is_grad_enabled():
+        return None
+    result = recurrent.scanned(*call.with_values())
+    if result is None:
+        return blocks.unfused.run_by_steps(*call.with_values())
+    blocks.replaced["recurrent"] += 1
+    return result
 
 
 # Each call that is of interest. Other calls run as the model says.
@@ -344,6 +333,7 @@ HANDLERS: dict[Callable, Handler] = {
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys((*_WITH_OPTIONS, *_RELU, F.gelu), activation),
     **dict.fromkeys(PRODUCTS, product),
-    **dict.fromkeys(REPLACEMENTS, replacement),
+    **dict.fromkeys(MEANS, mean),
+    ATTENTION: attention,
     **dict.fromkeys(recurrent.CALLS, recurrent_layer),
 }

@@ -155,16 +155,7 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
             factors[2] = Dense(_summed(g, None, [1, *range(3, g.ndim)]))
         else:
             raise Unsupported("a parameter as the input of a convolution")
-    weight, bias = factors.get(1), factors.get(2)
-    if isinstance(weight, Conv) and isinstance(bias, Dense) and _sees_all_at_once(weight):
-        factors[1], factors[2] = _of_one_row(weight, bias, weight.x.flatten(1))
     return factors
-
-
-def _sees_all_at_once(conv: Conv) -> bool:
-    """Return True if a convolution's window is a sample's whole input, so that it has one place."""
-    whole = conv.x.shape[1:].numel() == conv.weight.shape[1:].numel()
-    return whole and not conv.geometry.transposed and not any(conv.geometry.padding)
 
 
 def _product(
