@@ -31,12 +31,11 @@ from fastlr.ghost.fusion.conv_bn import folded_blocks_with
 from fastlr.ghost.fusion.forward import ForwardPass, run_measured
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph.plan import Key, Plan
-from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import Batch, inputs_key
 from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import ModelView
-from fastlr.ghost.model.writes import passes_have_written, unchanged
+from fastlr.ghost.model.writes import unchanged
 from fastlr.ghost.norms.cotangents import Cotangent, Pass, generic_cotangent, passes
 from fastlr.ghost.norms.sq_norms import MeasureAgain, sq_norms
 from fastlr.ghost.trust.agreement import norm_tolerance
@@ -242,21 +241,8 @@ class Engine:
         self._latest_plans.put(key.without_shapes, plan)
         if self.ladder.rung == Rung.BY_SAMPLE:
             plan.measure_by_sample(plan.names, self.ladder.reason)
-        comparisons_wrote_what_the_graph_reads = passes_have_written()
-        if comparisons_wrote_what_the_graph_reads:
-            self._renew_graph_spoilt_by_comparisons(forward, key)
         plan.classify(forward.graph)
         return plan
-
-    def _renew_graph_spoilt_by_comparisons(self, forward: ForwardPass, key: Key) -> None:
-        """Replace the graph of a batch by one of another pass."""
-        forward.z = forward.run_again()
-        forward.graph = walk(forward.z, self.parameters)
-        if forward.graph.signature() != key.structure:
-            raise RandomForwardError(
-                "two forward passes on the same inputs have other graphs: the model draws at "
-                "random, or a pass changes what the next one does"
-            )
 
     def _forget_plans_after(self, sample: int, problem: str) -> None:
         """Forget all plans after an audit has refuted one; from now on, every batch is audited."""
