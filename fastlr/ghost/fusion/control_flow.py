@@ -37,21 +37,16 @@ def run_watched(func: Callable, args: Any, kwargs: Any, names: Mapping[int, str]
     if any(isinstance(t, Tensor) and is_transformed(t) for t in tree_leaves((args, kwargs))):
         return func(*args, **kwargs)  # vmap runs both branches, which autograd sees
     reads = _Reads(names)
-    failure = None
     try:
-        result = reads.run(func, args, kwargs)
-    except Exception as error:  # some refuse such parameters, each in its own words
-        failure = error
-    if reads.found:
-        raise HiddenParameterError(
-            f"the model calls torch's operator {getattr(func, '__name__', func)} with a function "
-            f"that uses {few(sorted(reads.found))}, which autograd does not see where nothing is "
-            "compiled, as within fastlr: write it in plain Python, with if for torch.cond and a "
-            "loop for the others"
-        ) from failure
-    if failure is not None:
-        raise failure
-    return result
+        return reads.run(func, args, kwargs)
+    finally:  # some operators refuse such parameters, each in its own words
+        if reads.found:
+            raise HiddenParameterError(
+                f"the model calls torch's operator {getattr(func, '__name__', func)} with a "
+                f"function that uses {few(sorted(reads.found))}, which autograd does not see where "
+                "nothing is compiled, as within fastlr: write it in plain Python, with if for "
+                "torch.cond and a loop for the others"
+            )
 
 
 class _Reads(TorchFunctionMode):

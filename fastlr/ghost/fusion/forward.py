@@ -88,8 +88,7 @@ def _output(view: ModelView, folding: Folding, x: Any) -> Tensor:
     looks_like_one_sample = bool(tensors) and along(x, 1, view.in_dim) == tensors
     with unfolded() if looks_like_one_sample else nullcontext():
         z = run_measured(view, folding, x)
-    differs_from_model = folding.blocks.has_folded or passes_have_written()
-    if looks_like_one_sample or not differs_from_model or view.sample_count(z) > 1:
+    if looks_like_one_sample or not folding.blocks.has_folded or view.sample_count(z) > 1:
         return z
     with unfolded():
         return run_measured(view, folding, x)

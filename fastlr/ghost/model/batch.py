@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,15 +34,6 @@ def as_inputs(x: Any) -> Any:
 
     with torch.inference_mode(False):
         return tree_map(clean, x)
-
-
-def holds_nan(t: Tensor) -> bool:
-    """Return True if a tensor holds NaN, by its sum, in a quarter of the time.
-
-    The sum hides no NaN. Where infinities cancel, each value is looked at.
-    """
-    # Torch adds up no bytes.
-    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())
 
 
 _SMALL = 16  # elements of an input without samples whose values are part of its key

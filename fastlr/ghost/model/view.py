@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import FastlrError, InputError, ModelError, NonFiniteError
 from fastlr.ghost.model.arguments import arguments
-from fastlr.ghost.model.batch import Batch, as_inputs, copied, holds_nan, require_pickable
+from fastlr.ghost.model.batch import Batch, as_inputs, copied, require_pickable
 from fastlr.ghost.model.writes import forward_pass, passes_have_written
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
@@ -198,7 +198,7 @@ class ModelView:
                 raise InputError(
                     f"an input is on {leaf.device}, the model on {device}; move one of them"
                 )
-            if leaf.is_floating_point() and holds_nan(leaf):
+            if leaf.is_floating_point() and bool(leaf.isnan().any()):
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
 
