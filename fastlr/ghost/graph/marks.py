@@ -122,15 +122,15 @@ class Marks:
 
     Attributes:
         factors: [passes, B], float64.
-        owner: [K^digits] which sample a number stands for; those beyond B stand for none (-1).
-        size: K, the number of factors of a digit: 2^0 to 2^(K - 1).
+        sample_of_number: Sample that each number stands for [base^digits]; -1 for none.
+        base: Number of factors of a digit: 2^0 to 2^(base - 1).
         tolerance: relative, of a row's factor.
         noise: Row sums that are nothing but rounding, in parts of the largest one.
     """
 
     factors: Tensor
-    owner: Tensor
-    size: int
+    sample_of_number: Tensor
+    base: int
     tolerance: float
     noise: float
 
@@ -139,21 +139,21 @@ class Marks:
         """Return marks for ``count`` samples in a graph of this dtype."""
         generator = torch.Generator().manual_seed(count)
         octaves, tolerance, noise = _IN_DOUBLE if dtype == torch.float64 else _IN_SINGLE
-        size = octaves + 1
-        digits = max(1, math.ceil(math.log(count, size) - 1e-9))
-        numbers = torch.randperm(size**digits, generator=generator)[:count]
-        owner = torch.full((size**digits,), -1)
-        owner[numbers] = torch.arange(count)
-        places = [numbers // size**place % size for place in range(digits)]
-        check = torch.randint(size, (count,), generator=generator)
-        factors = torch.exp2(torch.stack([*places, check]).double())
-        return Marks(factors.to(device), owner.to(device), size, tolerance, noise)
+        base = octaves + 1
+        length = max(1, math.ceil(math.log(count, base) - 1e-9))
+        number_of_sample = torch.randperm(base**length, generator=generator)[:count]
+        sample_of_number = torch.full((base**length,), -1)
+        sample_of_number[number_of_sample] = torch.arange(count)
+        digits = [number_of_sample // base**place % base for place in range(length)]
+        check = torch.randint(base, (count,), generator=generator)
+        factors = torch.exp2(torch.stack([*digits, check]).double())
+        return Marks(factors.to(device), sample_of_number.to(device), base, tolerance, noise)
 
     def read(self, ratios: Tensor) -> Tensor:
         """Samples [rows] that factors [digits, rows] spell; -1 for a number of none."""
-        digits = ratios.clamp_min(0.5).log2().round().long().clamp(0, self.size - 1)
-        places = self.size ** torch.arange(len(digits), device=digits.device)
-        return self.owner[(digits * places[:, None]).sum(0)]
+        digits = ratios.clamp_min(0.5).log2().round().long().clamp(0, self.base - 1)
+        places = self.base ** torch.arange(len(digits), device=digits.device)
+        return self.sample_of_number[(digits * places[:, None]).sum(0)]
 
 
 def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Layout | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastlr.ghost.graph.layouts import Layout
-from fastlr.ghost.graph.rows import saved_axes
+from fastlr.ghost.graph.rows import axes_of_nodes
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import PARAMETER, Graph, Place
 
@@ -42,7 +42,7 @@ class Key(NamedTuple):
     @staticmethod
     def of(flags: tuple, graph: Graph, count: int, inputs: tuple) -> Key:
         """Return the key of a batch of ``count`` samples with this graph."""
-        shapes = count, tuple(graph.sizes), saved_axes(graph)
+        shapes = count, tuple(graph.sizes), axes_of_nodes(graph)
         return Key(flags, graph.signature(), shapes, inputs)
 
 

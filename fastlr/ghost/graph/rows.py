@@ -58,18 +58,18 @@ class Step:
 
 Keeps = Callable[[Step], Regular | None]
 KEEPS: dict[str, Keeps] = {}
-READ: dict[str, tuple[str, ...]] = {}  # kind -> what decides along which axes it works
+SAVED_AXES: dict[str, tuple[str, ...]] = {}  # kind -> attributes that hold the axes it works on
 
 
-def saved_axes(graph: Graph) -> tuple:
+def axes_of_nodes(graph: Graph) -> tuple:
     """Return the axes along which nodes of the graph work, as far as they have saved them.
 
     They are part of what a plan is kept by.
     """
     return tuple(
-        tuple(getattr(graph.nodes[i], attribute, None) for attribute in READ[name])
+        tuple(getattr(graph.nodes[i], attribute, None) for attribute in SAVED_AXES[name])
         for i, name in enumerate(graph.names)
-        if name in READ
+        if name in SAVED_AXES
     )
 
 
@@ -85,7 +85,7 @@ def register(names: Iterable[str], rows: Keeps, *read: str) -> None:
     for kind in names:
         KEEPS[kind] = rows
         if read:
-            READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
+            SAVED_AXES[kind] = tuple(f"_saved_{attribute}" for attribute in read)
 
 
 def _register(names: str, rows: Keeps, *read: str) -> None:
@@ -133,14 +133,16 @@ def _reshaped(s: Step) -> Regular | None:
     samples.
     """
     count = s.out_shape[s.layout.dim] // (s.layout.outer * s.layout.inner)
-    stride = s.layout.inner * prod(s.out_shape[s.layout.dim + 1 :])
-    below = prod(s.in_shape)
-    if not below:
+    stride = s.layout.inner * prod(s.out_shape[s.layout.dim + 1 :])  # elements of one sample
+    period = stride * count  # elements after which the samples begin again
+    step = prod(s.in_shape)  # elements from one index of an axis to the next
+    if not step:
         return None
     for dim, size in enumerate(s.in_shape):
-        below //= size
-        if size > 1 and stride % below == 0 and (below * size) % (stride * count) == 0:
-            return Regular(dim, below * size // (stride * count), stride // below)
+        axis, step = step, step // size
+        holds_whole_samples = stride % step == 0 and axis % period == 0
+        if size > 1 and holds_whole_samples:
+            return Regular(dim, axis // period, stride // step)
     return None
 
 
@@ -154,7 +156,7 @@ _register(
 def _axes(s: Step, ndim: int) -> list[int]:
     """The axes along which a node works, counted from 0, as it has saved them: none for all."""
     axes: list[Any] = []
-    for attribute in READ[s.name]:
+    for attribute in SAVED_AXES[s.name]:
         saved = getattr(s.node, attribute)
         axes += saved if isinstance(saved, Sequence) else [saved]
     # Autograd saves negative ones as unsigned numbers.
@@ -318,12 +320,10 @@ def batch_norm_rows(s: Step) -> Regular | None:
     With running statistics it scales every element; with the batch's (instance norm) it works alike
     for every channel.
     """
-    training = getattr(s.node, "_saved_training", True)
-    return (
-        s.at(s.layout.dim)
-        if s.slot == 0 and s.output == 0 and (not training or s.layout.dim == 1)
-        else None
-    )
+    uses_batch_statistics = getattr(s.node, "_saved_training", True)
+    samples_are_among_channels = s.layout.dim == 1
+    keeps = samples_are_among_channels or not uses_batch_statistics
+    return s.at(s.layout.dim) if keeps and s.slot == 0 and s.output == 0 else None
 
 
 # -- products
@@ -371,13 +371,17 @@ for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "C
 # -------------------------------------------------------------------------------------------------
 
 
+def _samples_or_channels(s: Step) -> Regular | None:
+    return s.at(s.layout.dim) if s.layout.dim < 2 else None
+
+
 def _folded_conv(s: Step) -> Regular | None:
     return s.at(0) if s.role in ("x", "residual", "gate") and s.layout.dim == 0 else None
 
 
 _register("FoldedConvBackward", _folded_conv)
 _register("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
-_register("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
+_register("SqueezeBackward", _samples_or_channels)
 
 
 # -- the whole graph

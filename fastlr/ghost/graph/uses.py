@@ -23,8 +23,8 @@ class Group:
     Attributes:
         parameters: AccumulateGrad nodes.
         sources: outputs at which the parameter side ends (see `Use.source`).
-        relation: "disjoint views": of elements of one parameter, whose norms add. "matrix": each is
-            the parameter or its transpose (``transposed``). "computed": the parameter side is
+        relation: "norms add": views of one parameter that share no element. "whole": each is the
+            parameter or its transpose (``transposed``). "computed": the parameter side is
             differentiated sample by sample.
         transposed: those that are the transpose of a matrix.
     """
@@ -95,14 +95,14 @@ def _relate(graph: Graph, group: Group) -> None:
     if len(group.parameters) > 1 or not kinds <= VIEWS:
         return
     if len(views) == 1:
-        group.relation = "disjoint views"
+        group.relation = "norms add"
         return
     turns = {source: _is_transposed(graph, nodes) for source, nodes in views.items()}
     if None not in turns.values():
-        group.relation = "matrix"
+        group.relation = "whole"
         group.transposed = frozenset(source for source, turned in turns.items() if turned)
     elif kinds.isdisjoint(OF_COMPLEX) and _are_disjoint(graph, group):
-        group.relation = "disjoint views"
+        group.relation = "norms add"
 
 
 def _is_transposed(graph: Graph, views: Iterable[int]) -> bool | None:

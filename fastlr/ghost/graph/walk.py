@@ -163,23 +163,23 @@ class Graph:
         )
         return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), shown
 
-    def classify(self, other: Graph | None) -> None:
+    def classify(self, of_other_batch_size: Graph | None) -> None:
         """Decide the side of each node, bottom up.
 
         A node whose differentiable inputs are all parameter-side is so too if it has the same
         shapes for another number of samples.
 
         Args:
-            other: Graph of the same structure for another number of samples. None: all such nodes
-                are sample-side.
+            of_other_batch_size: Graph of the same structure for another number of samples. None:
+                all such nodes are sample-side.
         """
         self.side, self.keys = [], []
         for i in range(len(self.names)):
-            side, key = self._side(i, other)
+            side, key = self._side(i, of_other_batch_size)
             self.side.append(side)
             self.keys.append(key)
 
-    def _side(self, i: int, other: Graph | None) -> tuple[int, tuple | None]:
+    def _side(self, i: int, of_other_batch_size: Graph | None) -> tuple[int, tuple | None]:
         """Side and key of a node whose inputs are classified."""
         if i in self.parameters:
             return PARAMETER, ("parameter", self.parameters[i])
@@ -193,8 +193,9 @@ class Graph:
             return SAMPLE, key
         if self.names[i] in VIEWS:
             return PARAMETER, self.keys[below[0]] if self.names[i] in CASTS else key
-        is_same = other is not None and self.sizes[i] == other.sizes[i]
-        return PARAMETER if is_same else SAMPLE, key
+        other = of_other_batch_size
+        has_no_samples = other is not None and self.sizes[i] == other.sizes[i]
+        return PARAMETER if has_no_samples else SAMPLE, key
 
     def _key(self, i: int) -> tuple:
         def below(child: int, output: int) -> tuple | str | None:
@@ -254,7 +255,7 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     """
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
-    graph = Graph([], [], [], {}, [], keepalive=_node_that_keeps_others_alive(z))
+    graph = Graph([], [], [], {}, [], keepalive=_node_that_holds_the_others(z))
     stack: list = [z.grad_fn]
     inputs_of: dict = {}
     while stack:
@@ -288,13 +289,14 @@ def _sizes(metadata: Any) -> tuple[int, ...]:
     return RAGGED if metadata.is_nested_tensor else tuple(metadata.shape)
 
 
-def _node_that_keeps_others_alive(z: Tensor) -> Any:
+def _node_that_holds_the_others(z: Tensor) -> Any:
     """Return a node above that of ``z``, which holds it without the memory of ``z``.
 
     A Python Function's node dies with the tensors and nodes that use its outputs, whoever else
     holds it.
     """
-    if not isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction):
+    dies_with_its_outputs = isinstance(z.grad_fn, torch.autograd.function.BackwardCFunction)
+    if not dies_with_its_outputs:
         return z.grad_fn
     with torch.enable_grad():
         return z.view_as(z).grad_fn

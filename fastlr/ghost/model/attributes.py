@@ -141,4 +141,4 @@ def emptied(caches: Collection[tuple[str, dict]]) -> Iterator[None]:
         _emptied.reset(token)
 
 
-emptied_caches = _emptied.get  # the dicts that forward passes run without here
+caches_to_empty = _emptied.get  # the dicts that forward passes run without here

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastlr.errors import ModelError, few
-from fastlr.ghost.model.attributes import Attributes, emptied_caches, refill
+from fastlr.ghost.model.attributes import Attributes, caches_to_empty, refill
 from fastlr.ops.objects import address, storage, weakly_by_module
 from fastlr.ops.torch_private import is_view, no_torch_function
 
@@ -74,7 +74,7 @@ class _Held:
         return self.is_written
 
     @property
-    def is_another(self) -> bool:
+    def has_other_values(self) -> bool:
         """True if the tensor has other values than the copy, whatever their dtype."""
         dtype = self._memory.dtype
         return not torch.equal(self.tensor.data.to(dtype), self.values.view(dtype))
@@ -126,7 +126,7 @@ class ModelState:
         modules: The modules.
         caches: Dicts of tensors that it holds.
         kept: Tensors with copies, which are put back.
-        written: Names of tensors that passes write; None before the first pass in this mode.
+        written: Names of tensors that passes write in this mode, as far as any has run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +134,7 @@ class ModelState:
         self.modules, self.caches = self._attributes.modules, self._attributes.caches
         self._mode = tuple([module.training for module in self.modules])
         self._modes = _written.setdefault(model, {})
-        self.written = self._modes.get(self._mode)
+        self.written: set[str] = self._modes.get(self._mode, set())
         self._limited = frozenset[int]()  # parameters whose norm passes limit, as of embeddings
         for module in self.modules:
             if vars(module).get("max_norm") is not None:
@@ -143,7 +143,7 @@ class ModelState:
         small, self._large = list[Any](), list[Any]()
         for name, t in self._attributes.tensors:
             is_small = type(t) is Tensor and t.numel() <= LARGE
-            is_kept = is_small or id(t) in self._limited or name in (self.written or ())
+            is_kept = is_small or id(t) in self._limited or name in self.written
             (small if is_kept else self._large).append((name, t))
         self.kept = _held(small) if small else []
 
@@ -161,7 +161,7 @@ class ModelState:
             for one in self.kept:
                 one.reattach()
 
-    def put_back_writes(self) -> None:
+    def put_back_if_run(self) -> None:
         """Put back what an earlier pass has changed, before another one."""
         if self._has_run:
             self.put_back()
@@ -170,10 +170,11 @@ class ModelState:
     @contextmanager
     def forward_pass(self, copies: bool) -> Iterator[None]:
         """Run a forward pass within this context, and see what it writes."""
-        self.put_back_writes()
-        for _, cache in emptied_caches():
+        self.put_back_if_run()
+        for _, cache in caches_to_empty():
             cache.clear()
-        large = _held(self._large) if self.written is None else None
+        is_first = self._mode not in self._modes
+        large = _held(self._large) if is_first else []
         hooks = [dict(registry) if registry else None for registry in self._attributes.hooks]
         before = self._versions()
         saving: AbstractContextManager[Any] = nullcontext()
@@ -182,43 +183,41 @@ class ModelState:
         try:
             with saving:
                 yield
-            if large is not None:
-                self.written = self._modes[self._mode] = set()
+            self._modes[self._mode] = self.written
         finally:
             for registry, entries in zip(self._attributes.hooks, hooks, strict=True):
                 if registry or entries:
                     refill(registry, entries or {})
-            self._note(before, large)
+            self._record_writes(before, large, is_first)
 
     def _versions(self) -> list[int]:
         with no_torch_function():
             return [t._version for _, t in self._attributes.tensors]
 
-    def _note(self, before: list[int], large: list[_Held] | None) -> None:
-        """Note what a pass has written.
+    def _record_writes(self, before: list[int], large: list[_Held], is_first: bool) -> None:
+        """Record what a pass has written.
 
         Args:
             before: Versions of the tensors before it.
             large: Copies of large tensors, before the first pass in this mode.
+            is_first: Whether it was that pass. Then values are compared, later only versions.
 
         Raises:
             ModelError: It has written parameters, or a tensor of which there is no copy.
         """
         now = self._versions()
-        if large is None and not self.written and now == before:
+        if not is_first and not self.written and now == before:
             return
         versions = zip(self._attributes.tensors, before, now, strict=True)
-        written = {name for (name, _), old, new in versions if old != new}
-        if large is not None:
+        names = {name for (name, _), old, new in versions if old != new}
+        if is_first:
             with no_torch_function(), torch.no_grad():
-                written |= {one.name for one in self.kept + large if one.is_moved or one.is_written}
-            self.kept += [one for one in large if one.name in written]
-        lost = written - {one.name for one in self.kept}
-        if self.written is not None:
-            lost -= self.written
-            self.written |= written
+                names |= {one.name for one in self.kept + large if one.is_moved or one.is_written}
+        self.kept += [one for one in large if one.name in names]
+        lost = names - {one.name for one in self.kept} - self.written
+        self.written |= names
         self._refuse_written_parameters()
-        if lost and large is None:
+        if lost and not is_first:
             raise ModelError(
                 f"a forward pass has written to {few(lost)}, as none had when the model was first "
                 "measured in this mode: this call leaves that changed. Measure again: from now on "
@@ -234,7 +233,7 @@ class ModelState:
                     names.append(name)
             for one in self.kept:
                 is_free = type(one.tensor) is Tensor or id(one.tensor) in self._limited
-                if not is_free and one.is_another:
+                if not is_free and one.has_other_values:
                     names.append(one.name)
         if names:
             self.put_back()
@@ -286,7 +285,7 @@ def put_back_writes(model: nn.Module) -> None:
     """Put back what passes have changed in a model, before another one, or a look at the model."""
     state = _state_of(model)
     if state is not None:
-        state.put_back_writes()
+        state.put_back_if_run()
 
 
 def passes_have_written() -> bool:

@@ -33,12 +33,12 @@ class Factor:
     Attributes:
         shape: Shape of the tensor.
         joinable: names of the tensors that are joined where factors are (see `join`).
-        row_axis: of these tensors.
+        axis_of_rows: of these tensors.
     """
 
     shape: Sequence[int]
     joinable: ClassVar[tuple[str, ...]] = ()
-    row_axis = 0
+    axis_of_rows = 0
 
     @property
     def form(self) -> Any:
@@ -94,7 +94,7 @@ class Outer(Factor):
     g: Tensor
     shape: tuple[int, ...]
     inputs_first: bool = False
-    joinable, row_axis = ("a", "g"), 2
+    joinable, axis_of_rows = ("a", "g"), 2
 
     @property
     def form(self) -> Any:  # noqa: D102
@@ -122,7 +122,7 @@ class Outer(Factor):
 
 
 @dataclass
-class Rows(Factor):
+class PickedRows(Factor):
     """Gradients of rows of a table: ids [B, T], g [B, T, D].
 
     The table has ``shape`` (number of rows, ...).
@@ -131,11 +131,11 @@ class Rows(Factor):
     ids: Tensor
     g: Tensor
     shape: tuple[int, ...]
-    joinable, row_axis = ("ids", "g"), 1
+    joinable, axis_of_rows = ("ids", "g"), 1
 
     @property
     def form(self) -> Any:  # noqa: D102
-        return Rows, self.shape
+        return PickedRows, self.shape
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("embedding_sq_norms", self.ids, self.g)
@@ -230,7 +230,7 @@ class Sum(Factor):
         )
 
 
-def _tied(rows: Rows, outer: Outer) -> Tensor:
+def _inner_product(rows: PickedRows, outer: Outer) -> Tensor:
     """Return the inner product of an embedding's and a linear layer's gradients: [B], float64.
 
     Both are gradients of one table (tied weights).
@@ -248,7 +248,7 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     by_form: dict[Any, list[Factor]] = {}
     for factor in factors:
         by_form.setdefault(factor.form, []).append(factor)
-    return [join(alike, alike[0].row_axis) for alike in by_form.values()]
+    return [join(alike, alike[0].axis_of_rows) for alike in by_form.values()]
 
 
 def join(alike: Sequence[Any], axis: int) -> Any:
@@ -271,12 +271,12 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
         return merged[0].sq_norms()
     if len(merged) == 2:
         outer = next((f for f in merged if isinstance(f, Outer)), None)
-        rows = next((f for f in merged if isinstance(f, Rows)), None)
+        rows = next((f for f in merged if isinstance(f, PickedRows)), None)
         if (
             outer is not None
             and rows is not None
             and len(outer.shape) == 2
             and outer.shape == rows.shape
         ):
-            return outer.sq_norms() + rows.sq_norms() + 2 * _tied(rows, outer)
+            return outer.sq_norms() + rows.sq_norms() + 2 * _inner_product(rows, outer)
     return Sum(merged, shape).sq_norms()

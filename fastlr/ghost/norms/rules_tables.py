@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ghost.graph.layouts import Ragged
-from fastlr.ghost.norms.factors import Factor, Rows
+from fastlr.ghost.norms.factors import Factor, PickedRows
 from fastlr.ghost.norms.rules import Site, Unsupported, rule
 
 _SUM, _MEAN, _MAX = range(3)  # torch's numbers for the modes of embedding_bag
@@ -37,7 +37,7 @@ def embedding(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {0: _table_rows(site, ids, g)}
 
 
-def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
+def _table_rows(site: Site, ids: Tensor, g: Tensor) -> PickedRows:
     """Return the picked rows of the table in slot 0, with their gradients.
 
     ``ids`` [*] picked the rows; ``g`` [*, *row] are the gradients.
@@ -48,7 +48,7 @@ def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
     width = prod(g.shape[ids.ndim :])
     flat = site.split(g, site.layout.dim).reshape(site.count, -1, width)
     shape = tuple(site.shapes[0])
-    return Rows(rows % shape[0] if shape[0] else rows, flat, shape)
+    return PickedRows(rows % shape[0] if shape[0] else rows, flat, shape)
 
 
 @rule(
@@ -84,17 +84,17 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         kept = kept / sizes.clamp_min(1)[bag]
     rows = Ragged(0, site.layout.samples(site.count, g.device)[bag])
     ids, g = (rows.split(t, 0, site.count) for t in (ids, g[bag] * kept[:, None]))
-    return {0: Rows(ids, g, tuple(site.shapes[0]))}
+    return {0: PickedRows(ids, g, tuple(site.shapes[0]))}
 
 
-def _largest(site: Site, picked: Tensor, g: Tensor) -> Rows:
+def _largest(site: Site, picked: Tensor, g: Tensor) -> PickedRows:
     """Return the gradients of the elements of a table that were the largest.
 
     ``picked`` [bags, D] has the rows of these elements.
     """
     elements = picked.clamp_min(0) * g.shape[1] + torch.arange(g.shape[1], device=g.device)
     ids, g = (site.split(t, 0).flatten(1) for t in (elements, g))
-    return Rows(ids.long(), g[..., None], (prod(site.shapes[0]), 1))
+    return PickedRows(ids.long(), g[..., None], (prod(site.shapes[0]), 1))
 
 
 @rule(

@@ -55,13 +55,13 @@ class MeasureAgain(Exception):
     """A batch has to be measured again, as a rule or a plan turned out not to apply.
 
     Attributes:
-        unfolded: Reasons why blocks cannot run folded, by the names of their weights. They run
-            unfolded from now on.
+        refused_blocks: Reasons why blocks cannot run folded, by the names of their weights. They
+            run unfolded from now on.
     """
 
-    def __init__(self, unfolded: Mapping[str, str] | None = None) -> None:
-        super().__init__(*(unfolded or {}).values())
-        self.unfolded = dict(unfolded or {})
+    def __init__(self, refused_blocks: Mapping[str, str] | None = None) -> None:
+        super().__init__(*(refused_blocks or {}).values())
+        self.refused_blocks = dict(refused_blocks or {})
 
 
 def sq_norms(
@@ -92,8 +92,8 @@ def sq_norms(
     norms = _NormsOfUses(graph, plan.uses)
     by_name = plan.uses.of_name.items()
     wanted = {use.source for name, uses in by_name if name not in plan.by_sample for use in uses}
-    by_formula: list[tuple[Site, list[Use]]] = []
-    unfolded: dict[str, str] = {}
+    without_rule: list[tuple[Site, list[Use]]] = []
+    refused_blocks: dict[str, str] = {}
     keep = retain or is_unaudited or bool(plan.by_node)
 
     def by_rule(site: Site, uses: list[Use]) -> Mapping[int, Factor] | None:
@@ -105,7 +105,7 @@ def sq_norms(
             if not is_unaudited and not isinstance(error, Unsupported):
                 raise
             if _block_of(site.node):
-                unfolded[_block_of(site.node)] = str(error)
+                refused_blocks[_block_of(site.node)] = str(error)
             else:
                 plan.by_node |= dict.fromkeys([use.key for use in uses], str(error))
         return None
@@ -122,18 +122,18 @@ def sq_norms(
             if factors is not None:
                 norms.add_factors(uses, factors)
                 return
-        if _block_of(site.node) in unfolded:
+        if _block_of(site.node) in refused_blocks:
             return
         if not keep:
             raise MeasureAgain
         # Within a backward pass, autograd's engine would skip the weight gradients of the node.
-        by_formula.append((site, uses))
+        without_rule.append((site, uses))
 
     backward(graph, plan.uses, z, v, visit, retain=keep)
-    if unfolded:
-        raise MeasureAgain(unfolded)
+    if refused_blocks:
+        raise MeasureAgain(refused_blocks)
     with torch.no_grad(), full_precision(z.device):
-        for site, uses in by_formula:
+        for site, uses in without_rule:
             try:
                 norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
             except Unsupported as error:  # not even the node's own formula applies
@@ -175,7 +175,7 @@ class _NormsOfUses:
         """Add what stands for the gradients at uses of one node, by slot."""
         for use in uses:
             group, factor = self.uses.group_of[use.source], factors[use.slot]
-            if group.relation == "disjoint views" and self.uses.times_used[use.source] == 1:
+            if group.relation == "norms add" and self.uses.times_used[use.source] == 1:
                 self._add_factor(self.graph.parameters[group.parameters[0]], factor)
                 continue
             if isinstance(factor, NormsOnly):  # they cannot be added to others
@@ -248,10 +248,10 @@ def _norms_of_group(
 ) -> dict[str, Tensor]:
     """Norms of the parameters of a group from the factors of its sources."""
     name = graph.parameters[group.parameters[0]]
-    if group.relation == "disjoint views":
+    if group.relation == "norms add":
         parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
         return {name: reduce(torch.add, parts)}
-    if group.relation == "matrix":
+    if group.relation == "whole":
         turned = [
             factor.transpose() if source in group.transposed else factor
             for source, of_source in factors.items()

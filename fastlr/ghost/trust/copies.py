@@ -113,7 +113,9 @@ def untested_by_audits(view: ModelView, plan: Plan) -> set[str]:
     In few digits these are all that rules measure. Otherwise these are the ones without a gradient
     in any audit, if some parameter is all zero.
     """
+    parameters = view.parameters.values()
     by_rules = {name for name in plan.names if name not in plan.by_sample}
-    if has_half_precision(view.parameters.values(), view.device):
+    if has_half_precision(parameters, view.device):
         return by_rules
-    return by_rules - plan.deviations.keys() if zero_parameters(view.parameters.values()) else set()
+    had_a_gradient = plan.deviations.keys()
+    return by_rules - had_a_gradient if zero_parameters(parameters) else set()

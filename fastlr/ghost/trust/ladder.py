@@ -86,9 +86,10 @@ class Ladder:
         """Step down after an error; return False if the measurement would fail again."""
         refused = self.folding.blocks.refused
         if isinstance(error, MeasureAgain):
-            changes_something = not error.unfolded or not error.unfolded.keys() <= refused.keys()
-            refused |= error.unfolded
-            return changes_something
+            blocks = error.refused_blocks
+            something_changes = not blocks or not blocks.keys() <= refused.keys()
+            refused |= blocks
+            return something_changes
         reason = first_line(error)[:200]
         if isinstance(error, Refuted):
             return self._step_down_once(error, reason, uses_kernels)
