@@ -156,26 +156,16 @@ class ModelView:
         return trainable(self.module, named=self.named)
 
     @cached_property
-    def held(self) -> dict[str, nn.Parameter]:
-        """Return `parameters`, but those of a model under ``fully_shard`` may be sharded.
-
-        This serves for their names, dtypes and device.
-        """
-        return (
-            trainable(self.module, shards=True)
-            if holds_fully_sharded(self.module)
-            else self.parameters
-        )
-
-    @cached_property
     def named(self) -> dict[str, nn.Parameter]:
         """All parameters by name."""
         return dict(self.module.named_parameters())
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(iter(self.held.values())).device
+        """Device of the parameters; ModelError if there are none."""
+        for parameter in self.module.parameters():
+            return parameter.device
+        raise ModelError("the model has no trainable parameters")
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
@@ -184,9 +174,7 @@ class ModelView:
             InputError: an input tensor is empty, nested or on another device.
             NonFiniteError: one holds NaN. ModelError: the model has no parameters.
         """
-        parameters = list(self.named.values() or self.parameters.values())
-        x = as_inputs(x)
-        device = parameters[0].device
+        x, device = as_inputs(x), self.device
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
