@@ -31,6 +31,10 @@ FAILURES = (
     AttributeError,
     StopIteration,
 )
+_NONE_TRAINABLE = (
+    "the model has no trainable parameters: call requires_grad_(True) on those that count; of a "
+    "quantised model measure the one that it was made from"
+)
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
 
 
@@ -96,10 +100,7 @@ def trainable(
             raise ModelError(f"parameter {name} is complex; only real parameters are supported")
         parameters[name] = parameter
     if not parameters:
-        raise ModelError(
-            "the model has no trainable parameters: call requires_grad_(True) on those that count; "
-            "of a quantised model measure the one that it was made from"
-        )
+        raise ModelError(_NONE_TRAINABLE)
     return parameters
 
 
@@ -165,7 +166,7 @@ class ModelView:
         """Device of the parameters; ModelError if there are none."""
         for parameter in self.module.parameters():
             return parameter.device
-        raise ModelError("the model has no trainable parameters")
+        raise ModelError(_NONE_TRAINABLE)
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
