@@ -147,35 +147,6 @@ class PickedRows(Factor):
 
 
 @dataclass
-class Bilinear(Factor):
-    """Gradients sum_t g_t (x_t y_t^T), of shape (O, I, J).
-
-    From x [B, T, I], y [B, T, J], g [B, T, O].
-    """
-
-    x: Tensor
-    y: Tensor
-    g: Tensor
-    shape: tuple[int, ...]
-
-    def _outer(self, lo: int, hi: int) -> Outer:
-        products = raised(self.x[lo:hi, :, :, None]) * raised(self.y[lo:hi, :, None])
-        return Outer(products.flatten(2)[:, None], self.g[lo:hi, None], self.shape)
-
-    def sq_norms(self) -> Tensor:  # noqa: D102
-        elements = self.x.shape[1] * self.x.shape[2] * self.y.shape[2]
-        return torch.cat(
-            [
-                self._outer(lo, hi).sq_norms()
-                for lo, hi in chunks(len(self), elements, CHUNK_ELEMENTS)
-            ]
-        )
-
-    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
-        return self._outer(lo, hi).dense(0, hi - lo)
-
-
-@dataclass
 class Conv(Factor):
     """Weight gradients of a convolution, from x [B, K, C, *] and g [B, K, O, *].
 

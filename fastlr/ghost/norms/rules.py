@@ -39,7 +39,7 @@ from fastlr.ghost.graph.rows import (
     product_rows,
     register,
 )
-from fastlr.ghost.norms.factors import Bilinear, Conv, Dense, Factor, NormsOnly, Outer
+from fastlr.ghost.norms.factors import Conv, Dense, Factor, NormsOnly, Outer
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
 
@@ -343,7 +343,8 @@ def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.require_slot(slots, 1)
     site.require_axis(0)
     x, y, g = (site.split(t, 0) for t in (n._saved_i1, n._saved_i3, site.g))
-    return {1: Bilinear(x, y, g, tuple(site.shapes[1]))}
+    products = raised(x[:, :, :, None]) * raised(y[:, :, None])  # [B, T, I, J]
+    return {1: Outer(products.flatten(2)[:, None], g[:, None], tuple(site.shapes[1]))}
 
 
 @rule("PreluKernelBackward0", about="PReLU", rows=elementwise)
