@@ -126,7 +126,8 @@ def fold_weights(
 
 def _fits(dtype: torch.dtype, weight: Tensor, per_channel: list[Tensor]) -> bool:
     """Return True if the kernel takes this convolution: dtypes, memory formats, size."""
-    if any(d not in DTYPES for d in (dtype, weight.dtype, *(t.dtype for t in per_channel))):
+    dtypes = {dtype, weight.dtype, *[t.dtype for t in per_channel]}
+    if not dtypes <= DTYPES.keys():
         return False
     last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     lies_in_order = last or weight.is_contiguous()

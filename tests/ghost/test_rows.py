@@ -26,7 +26,7 @@ SIZES = (1, 2, 4)  # among them as many as samples, and axes that fold them
 # graphs.
 ELSEWHERE = {
     *(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn")),
-    *("FoldedConvBackward", "FixedNormBackward", "ScanBackward", "SqueezeBackward"),
+    *("FoldedConvBackward", "FixedNormBackward", "ScanBackward", "ChannelMeansBackward"),
     "ActivatedBackward",
     *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
     *("FusedRmsNormBackward0", "ReshapeCopyBackward0", "UnsqueezeBackward1", "SqueezeBackward3"),

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models import mobilenet_v3_small
 
 import fastlr
-from fastlr.ghost.fusion.squeeze_excitation import Squeeze
+from fastlr.ghost.fusion.squeeze_excitation import ChannelMeans
 
 
 def excited(excite):
@@ -54,7 +54,7 @@ def test_the_means_gradients_are_right(shape):
     axes = list(range(2, len(shape)))
     for keep in (False, True):
         torch.autograd.gradcheck(
-            lambda t, keep=keep: Squeeze.apply(t, lambda s: s.mean(axes, keepdim=keep)), (x,)
+            lambda t, keep=keep: ChannelMeans.apply(t, lambda s: s.mean(axes, keepdim=keep)), (x,)
         )
 
 

@@ -32,10 +32,10 @@ from fastlr.ghost.fusion.pending import (
 from fastlr.ghost.fusion.squeeze_excitation import (
     MEANS,
     PRODUCTS,
+    channel_means,
     is_gate,
     is_whole_mean,
     keeps_axes,
-    squeeze,
 )
 from fastlr.ops.geometry import ConvGeometry, kind_of
 
@@ -297,7 +297,7 @@ def mean(blocks: Blocks, call: Call) -> Tensor | None:
     if isinstance(x, Pending):
         result = x.mean_over_positions()
     if result is None:
-        result = squeeze(*call.with_values())
+        result = channel_means(*call.with_values())
     elif not keeps_axes(call.func, call.kwargs):
         result = result.flatten(1)
     if result is not None:

@@ -23,7 +23,7 @@ PRODUCTS: set[Callable] = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul_
 _LEAST_OF_A_SERIES = 1 << 15  # numbers of a sample [C, L] from which a node of ours saves time
 
 
-class Squeeze(torch.autograd.Function):
+class ChannelMeans(torch.autograd.Function):
     """``mean(x)``, for x [B, C, *spatial].
 
     ``mean`` is a function that takes the mean over all spatial axes.
@@ -69,16 +69,16 @@ def keeps_axes(func: Callable, kwargs: dict[str, Any]) -> bool:
     return func in _POOLS or bool(kwargs.get("keepdim"))
 
 
-def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the result of a call that is a mean over all spatial axes, by `Squeeze`.
+def channel_means(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the result of a call that is a mean over all spatial axes, by `ChannelMeans`.
 
-    None if the call is not one that `Squeeze` can take.
+    None if the call is not one that `ChannelMeans` can take.
     """
     if not is_whole_mean(func, args, kwargs) or not args[0].requires_grad or args[0].is_leaf:
         return None
     if func not in _POOLS and not _saves_time(args[0]):
         return None
-    return Squeeze.apply(args[0], lambda t: func(t, args[1], **kwargs))
+    return ChannelMeans.apply(args[0], lambda t: func(t, args[1], **kwargs))
 
 
 def is_gate(numbers: Any, x: Tensor) -> bool:

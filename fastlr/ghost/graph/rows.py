@@ -309,7 +309,7 @@ def _columns(s: Step) -> Regular | None:
 _register("Im2Col Col2Im", _columns)
 
 
-def over_normalized_axes(s: Step) -> Regular | None:
+def before_normalized_axes(s: Step) -> Regular | None:
     """Follow rows through a norm over the last axes, as many as its normalized_shape has."""
     return _leading(len(s.node._saved_normalized_shape))(s)
 
@@ -371,7 +371,7 @@ for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "C
 # -------------------------------------------------------------------------------------------------
 
 
-def _samples_or_channels(s: Step) -> Regular | None:
+def _first_two_axes(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if s.layout.dim < 2 else None
 
 
@@ -381,7 +381,7 @@ def _folded_conv(s: Step) -> Regular | None:
 
 _register("FoldedConvBackward", _folded_conv)
 _register("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
-_register("SqueezeBackward", _samples_or_channels)
+_register("ChannelMeansBackward", _first_two_axes)
 
 
 # -- the whole graph

@@ -75,8 +75,8 @@ def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     try:
         return call_node(node, gradients)
     except FAILURES as error:
-        foreign = own_function(node) is not None
-        if not foreign or isinstance(error, CheckpointError) or out_of_memory(error):
+        is_python_function = own_function(node) is not None
+        if not is_python_function or isinstance(error, CheckpointError) or out_of_memory(error):
             raise
         raise Unsupported(
             f"the backward formula of {node.name()} fails by itself: {one_line(error)[:200]}"

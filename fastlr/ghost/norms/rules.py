@@ -33,9 +33,9 @@ from fastlr.ghost.graph.layouts import Layout, Unsupported
 from fastlr.ghost.graph.rows import (
     Keeps,
     batch_norm_rows,
+    before_normalized_axes,
     elementwise,
     first_axis,
-    over_normalized_axes,
     product_rows,
     register,
 )
@@ -473,7 +473,7 @@ def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
 @rule(
     "NativeLayerNormBackward0",
     about="layer norm, with or without bias",
-    rows=over_normalized_axes,
+    rows=before_normalized_axes,
     read=["normalized_shape"],
 )
 def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
@@ -485,7 +485,7 @@ def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 @rule(
     "FusedRmsNormBackward0",
     about="fused RMS norm",
-    rows=over_normalized_axes,
+    rows=before_normalized_axes,
     read=["normalized_shape"],
 )
 def rms_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:

@@ -24,7 +24,9 @@ NOISE, NOISE_IN_FEW_DIGITS = 1e-9, 0.1
 # Relative difference of audited squared norms and outputs that is rounding: it adds up from layer
 # to layer.
 AUDITED_IN_FEW_DIGITS = 0.1
-LARGEST_OF_FLOAT32 = 0.01  # relative difference that is rounding; more is for fewer digits
+LARGEST_TOLERANCE_OF_FLOAT32 = (
+    0.01  # relative difference that is rounding; more is for fewer digits
+)
 
 
 def computes_in_few_digits(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
@@ -75,7 +77,7 @@ def agree(
     if a.numel() <= _PART and (gap(a, b) <= relative * _finite_size(a)).all():
         return True
     scale_of_samples = _scales_of_samples(a, b)
-    large_elements_spoil_small_ones = relative > LARGEST_OF_FLOAT32  # in few digits
+    large_elements_spoil_small_ones = relative > LARGEST_TOLERANCE_OF_FLOAT32  # in few digits
     step = max(1, _PART // len(a))
     allowed_on_top = torch.as_tensor(measured_rounding, device=a.device)
     allowed_on_top = allowed_on_top.flatten().expand(a.shape[1])
@@ -144,26 +146,28 @@ def norms_close(value: Tensor, exact: Tensor, total: Tensor, close: float) -> Te
         total: Squared norms of all parameters together.
         close: Relative difference that is rounding.
     """
-    in_few_digits = close > LARGEST_OF_FLOAT32
+    in_few_digits = close > LARGEST_TOLERANCE_OF_FLOAT32
     part_of_total = close * (NOISE_IN_FEW_DIGITS if in_few_digits else NOISE)
     return (value - exact).abs() <= close * exact + part_of_total * total
 
 
-def outputs_need_full_check(own: Tensor, got: Tensor, relative: float, out_dim: int) -> Tensor:
+def outputs_need_full_check(
+    alone: Tensor, in_batch: Tensor, relative: float, out_dim: int
+) -> Tensor:
     """Return on the device whether outputs of an audited sample may differ by more than rounding.
 
     It is the first check of an audit. In few digits it allows more than `agree`: as much as audits
     allow norms. An element that is nearly zero is judged by the scale of its sample.
 
     Args:
-        own: Output of the sample beside its copy.
-        got: Its output within the batch.
+        alone: Output of the sample beside its copy.
+        in_batch: Its output within the batch.
         relative: Difference, in parts of an element's size, that needs no explanation.
         out_dim: Sample axis.
     """
-    a, b = _by_sample(own, got, out_dim)
+    a, b = _by_sample(alone, in_batch, out_dim)
     least = _scales_of_samples(a, b)
-    if relative > LARGEST_OF_FLOAT32:
+    if relative > LARGEST_TOLERANCE_OF_FLOAT32:
         relative = AUDITED_IN_FEW_DIGITS
     else:
         least = _LEAST_SCALE * least

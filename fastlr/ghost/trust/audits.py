@@ -134,15 +134,15 @@ class SampleAudit:
         z: Output of the batch.
         one: Backward pass of the batch.
         table: Squared norms [parameters, B] of that pass.
-        batch_again: Function that returns the batch again.
+        batch_again: Function that returns the whole batch, which may have to be made again.
         run_again: Function that runs the batch again as it was measured, and returns its output.
 
     Attributes:
-        row: Output of the sample beside its copy.
+        row_alone: Output of the sample beside its copy.
         exact: Squared norms [parameters] of its gradients there.
     """
 
-    row: Tensor
+    row_alone: Tensor
     exact: Tensor
 
     def __init__(
@@ -169,7 +169,7 @@ class SampleAudit:
             sample, view.out_dim, 0 if narrow else LARGEST_SCALE
         )
         self.unit_v = view.row(one.v, sample)
-        self.own_row = view.row(z, sample).detach().clone()
+        self.row_in_batch = view.row(z, sample).detach().clone()
         self.norms = table[:, sample] * self.own_per_unit
         by_sample = [name in plan.by_sample for name in view.parameters]
         self.by_sample = torch.tensor(by_sample, device=z.device) if any(by_sample) else None
@@ -186,14 +186,18 @@ class SampleAudit:
         if scale is not None:
             cotangents += [self.own_v * 2.0**scale.exponent, self.unit_v]
         beside = samples.run(0, cotangents)
-        self.row, self.exact = beside.row, torch.stack(beside.norms[0])
+        self.row_alone, self.exact = beside.row, torch.stack(beside.norms[0])
         if scale is not None:
             larger, of_unit = map(torch.stack, beside.norms[1:])
             parameters = list(self.view.parameters.values())
-            scale.require(self.exact, larger, 4.0**-scale.exponent, parameters, scale.far)
-            scale.require(self.exact, of_unit, self.own_per_unit, parameters, scale.close)
-        relative = output_tolerance(self.own_row, self.view.parameters.values())
-        differs = outputs_need_full_check(self.row, self.own_row, relative, self.view.out_dim)
+            scale.require(
+                self.exact, larger, 4.0**-scale.exponent, parameters, scale.tolerance_when_scaled
+            )
+            scale.require(self.exact, of_unit, self.own_per_unit, parameters, scale.tolerance)
+        relative = output_tolerance(self.row_in_batch, self.view.parameters.values())
+        differs = outputs_need_full_check(
+            self.row_alone, self.row_in_batch, relative, self.view.out_dim
+        )
         return torch.stack([differs, self._wrong(self.norms, self.exact).any()])
 
     def problem(self, may_differ: bool, may_be_wrong: bool) -> tuple[str, Collection[str]]:
@@ -215,10 +219,10 @@ class SampleAudit:
 
         Rounding is measured on samples of the batch.
         """
-        batch, shape = self.batch_again(), list(self.own_row.shape)
+        batch, shape = self.batch_again(), list(self.row_in_batch.shape)
         shape[self.view.out_dim] = batch.count
-        own = BatchOutput(self.view, batch, self.own_row.expand(shape))
-        return own.matches([self.sample], self.row)
+        own = BatchOutput(self.view, batch, self.row_in_batch.expand(shape))
+        return own.matches([self.sample], self.row_alone)
 
     def errors(self) -> dict[str, float]:
         """Return the errors of wrong squared norms, in parts of the total, by parameter."""

@@ -45,8 +45,8 @@ def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) 
     if not absent:
         return
     z = view.outputs(samples.pick(range(samples.count)))
-    if _move_output(view, samples, z, absent):
-        moved = [name for name in absent if _move_output(view, samples, z, [name])]
+    if _do_move_output(view, samples, z, absent):
+        moved = [name for name in absent if _do_move_output(view, samples, z, [name])]
         raise HiddenParameterError(
             f"parameter {few(moved or absent)} of {type(view.module).__name__} changes the output, "
             "but is not in its autograd graph: reentrant activation checkpointing (use "
@@ -55,7 +55,7 @@ def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) 
         )
 
 
-def _move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
+def _do_move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[str]) -> bool:
     """Return True if parameters move the output, and not by a choice alone.
 
     A deep copy in more digits decides, if it moves like the model.

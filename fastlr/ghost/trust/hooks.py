@@ -31,14 +31,14 @@ class Scale(NamedTuple):
 
     Attributes:
         exponent: Power of two by which cotangents are scaled.
-        close: Relative difference of squared norms that is rounding.
-        far: The same for cotangents scaled by that power.
+        tolerance: Relative difference of squared norms that is rounding.
+        tolerance_when_scaled: The same for cotangents scaled by that power.
         tiny: Smallest number of full precision.
     """
 
     exponent: int
-    close: float
-    far: float
+    tolerance: float
+    tolerance_when_scaled: float
     tiny: float
 
     @staticmethod
@@ -98,7 +98,13 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
         return torch.stack(exact_sq_norms(z, view.parameters, scaled, retain=True))
 
     larger = norms(scale.exponent)
-    scale.require(norms(0), larger, 4.0**-scale.exponent, view.parameters.values(), scale.far)
+    scale.require(
+        norms(0),
+        larger,
+        4.0**-scale.exponent,
+        view.parameters.values(),
+        scale.tolerance_when_scaled,
+    )
 
 
 def require_same_among_copies(view: ModelView, batch: Batch, z: Tensor, tolerance: float) -> None:
