@@ -176,7 +176,7 @@ class Replays:
         self._bad, self._audits = [], []
         key: tuple = ()
         if self.recorder is not None:
-            key = self.engine.ladder.rung, graph_key(self.engine.model)
+            key = self.engine.ladder.rung, graph_key(self.engine.view.module)
         if key != self._key:
             if self.held:
                 self.note = (

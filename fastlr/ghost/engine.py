@@ -121,16 +121,11 @@ class Engine:
         self.plan = Plan()
         self.audits = Audits()
         self.ladder, self.independence = Ladder(self.folding), Independence()
-        self._states_by_flags: Recent[tuple, tuple[Ladder, Independence]] = Recent()
+        self._states: Recent[tuple, tuple[Ladder, Independence]] = Recent()
         self._latest_plans: Recent[tuple, Plan] = Recent()
         self._caches = Caches()
         self._copies_made = 0
         self._warned: set[str] = set()
-
-    @property
-    def model(self) -> nn.Module:
-        """The unwrapped model; ModelError once it no longer exists."""
-        return self.view.module
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -161,14 +156,12 @@ class Engine:
         """Measure a batch, again where a plan is outdated or a rung does not hold."""
         flags = self._flags()
         fresh = Ladder(self.folding), Independence()
-        self.ladder, self.independence = self._states_by_flags.get(
-            flags
-        ) or self._states_by_flags.put(flags, fresh)
+        self.ladder, self.independence = self._states.get(flags) or self._states.put(flags, fresh)
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
             without_cudnn(self.view.device, self.parameters.values()),
-            unchanged(self.model),
+            unchanged(self.view.module),
             uncompiled(),  # checkpoints run compiled parts again in the backward pass
             refusals(self.view, x),
             self.without_caches(x),
@@ -195,7 +188,7 @@ class Engine:
 
     def _flags(self) -> tuple:
         """Return what decides how the model runs, besides its inputs."""
-        modes = tuple([m.training for m in all_modules(self.model)])
+        modes = tuple([m.training for m in all_modules(self.view.module)])
         dtypes = tuple([(name, p.dtype) for name, p in self.parameters.items()])
         return modes, dtypes, autocast_dtype(self.view.device)
 
