@@ -62,7 +62,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "packed": 8.3,
         "very_packed": 2.6,
         "ambiguous": 0,
-        "tokens": 312_000,
+        "tokens": 312_300,
     },
 }
 

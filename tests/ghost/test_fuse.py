@@ -244,7 +244,7 @@ LEFT = {  # forward pass: (how many are folded, why not the others, what is froz
     residual_changed: (0, "what is added was changed", None),
     in_place_activation_seen_by_all: (2, "", None),
     convolution_without_gradient: (1, "", "conv"),
-    norm_outside_the_gradient: (0, "something else uses", "bn"),
+    norm_outside_the_gradient: (0, "", "bn"),
 }
 
 

@@ -3,6 +3,7 @@
 import copy
 import threading
 import warnings
+from types import SimpleNamespace
 
 import torch
 from expected import refused, warned
@@ -182,3 +183,35 @@ def test_an_object_that_cannot_be_given_to_each_sample_is_refused(factor, held, 
     with refused(message):
         fastlr.per_sample_grad_sq_norms(with_object(factor), {"x": X, "held": held}, ROWS)
     assert next(held) if factor is given else held.rows.equal(torch.ones(8, 3))
+
+
+@mark.parametrize("parts", [{}, {"lock": threading.Lock()}], ids=["copied", "not copied deeply"])
+@mark.parametrize("of_module", [True, False])
+def test_an_object_among_the_inputs_may_hold_parts_of_the_model(of_module, parts):
+    """The parameters are used in the model, too."""
+
+    def forward(m, x, held):
+        h = m.f(x).tanh()
+        return h + (held.part(x) if of_module else nn.functional.linear(x, held.part))
+
+    model = towers(forward).double()
+    held = SimpleNamespace(part=model.f if of_module else model.f.weight, **parts)
+    x, v = X.double(), torch.randn(8, 3).double()
+    want = []
+    for i in range(8):
+        z = model(x[i : i + 1], held)
+        gradients = torch.autograd.grad(z, list(model.f.parameters()), v[i : i + 1])
+        want.append(sum(g.square().sum() for g in gradients))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fastlr.per_sample_grad_sq_norms(model, (x, held), v)
+    torch.testing.assert_close(found, torch.stack(want), rtol=1e-12, atol=0)
+
+
+def test_an_object_that_cannot_be_copied_deeply_is_left_as_it_was():
+    model, v = with_object(counted), torch.randn(8, 3)
+    locked, plain = Held(), Held()
+    locked.lock = threading.Lock()
+    found, want = (fastlr.per_sample_grad_sq_norms(model, (X, held), v) for held in (locked, plain))
+    torch.testing.assert_close(found, want)
+    assert locked.calls == plain.calls == 0

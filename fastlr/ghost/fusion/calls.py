@@ -1,9 +1,9 @@
 """What a `Folding` does with the calls of a forward pass: a table of call -> handler.
 
-A handler gets a call, and what is known of the model's blocks. It returns the call's result, or
-None for a call that is to run as the model says. Handlers build blocks of `Pending` results (a
-convolution begins one, batch norm, additions and activations are taken in), and run some other
-calls by nodes of our own. They note what they did, by the name of a weight.
+A handler gets a call, and what is known of the model's blocks. Gradients are enabled. It returns
+the call's result, or None for a call that is to run as the model says. Handlers build blocks of
+`Pending` results (a convolution begins one, batch norm, additions and activations are taken in),
+and run some other calls by nodes of our own. They note what they did, by the name of a weight.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _begun(
     After ``call`` the arguments are those of torch's functions.
     """
     name = blocks.names.get(id(weight))
-    if name is None or name in blocks.refused or not torch.is_grad_enabled():
+    if name is None or name in blocks.refused:
         return None
     if id(weight) in blocks.used:
         blocks.refuse(weight, "it is used more than once")
@@ -154,7 +154,7 @@ def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
     if not blocks.used.isdisjoint(own):
         blocks.not_folded[name] = "a parameter is used more than once"
         return None
-    if pending.absorbed or pending.value is not None or not torch.is_grad_enabled():
+    if pending.absorbed or pending.value is not None:
         blocks.not_folded[name] = "something else uses its result"
         return None
     if pending.dtype != result_dtype(pending.convolution.x):
@@ -174,7 +174,7 @@ def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
     affine = [t for t in (gamma, beta) if t is not None]
     statistics = [given["running_mean"], given["running_var"]]
     uses_the_batchs_own = given["training"] or any(t is None for t in statistics)
-    if uses_the_batchs_own or not affine or not torch.is_grad_enabled():
+    if uses_the_batchs_own or not affine:
         return None
     name = blocks.names.get(id(affine[0]))
     if name is None or name in blocks.refused:
@@ -190,7 +190,7 @@ def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
 
 def addition(blocks: Blocks, call: Call) -> Pending | None:
     """Take the addition of a tensor of its shape, the residual, into a block."""
-    if len(call.args) != 2 or call.kwargs or not torch.is_grad_enabled():
+    if len(call.args) != 2 or call.kwargs:
         return None
     pending, other = call.args
     in_place = call.func is Tensor.add_
@@ -232,7 +232,7 @@ def activation(blocks: Blocks, call: Call) -> Pending | None:
     if not isinstance(pending, Pending) or not pending.can_be_folded:
         return None
     found = _activation_of(call)
-    if found is None or pending.activation != "none" or not torch.is_grad_enabled():
+    if found is None or pending.activation != "none":
         return None
     name, in_place = found
     follows = name if pending.residual is None else f"add, {name}"
@@ -275,7 +275,7 @@ def product(blocks: Blocks, call: Call) -> Product | None:
 
     Blocks by kernels can, as they leave their activation to them too.
     """
-    if len(call.args) != 2 or call.kwargs or not torch.is_grad_enabled():
+    if len(call.args) != 2 or call.kwargs:
         return None
     factors, x = call.args if isinstance(call.args[1], Pending) else call.args[::-1]
     if not isinstance(x, Pending) or isinstance(factors, Lazy) or not is_gate(factors, x):
@@ -291,11 +291,10 @@ def mean(blocks: Blocks, call: Call) -> Tensor | None:
 
     By kernels a block gives the mean of its own result.
     """
-    if not torch.is_grad_enabled() or not is_whole_mean(*call):
+    if not is_whole_mean(*call):
         return None
-    x, result = call.args[0], None
-    if isinstance(x, Pending):
-        result = x.mean_over_positions()
+    x = call.args[0]
+    result = x.mean_over_positions() if isinstance(x, Pending) else None
     if result is None:
         result = channel_means(*call.with_values())
     elif not keeps_axes(call.func, call.kwargs):
@@ -307,8 +306,6 @@ def mean(blocks: Blocks, call: Call) -> Tensor | None:
 
 def attention(blocks: Blocks, call: Call) -> tuple[Tensor, None] | None:
     """Run a self-attention without the copies that torch makes around it."""
-    if not torch.is_grad_enabled():
-        return None
     result = self_attention_without_copies(*call.with_values())
     if result is not None:
         blocks.replaced["attention"] += 1
@@ -317,8 +314,6 @@ def attention(blocks: Blocks, call: Call) -> tuple[Tensor, None] | None:
 
 def recurrent_layer(blocks: Blocks, call: Call) -> Any:
     """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
-    if not torch.is_grad_enabled():
-        return None
     result = recurrent.scanned(*call.with_values())
     if result is None:
         return blocks.unfused.run_by_steps(*call.with_values())

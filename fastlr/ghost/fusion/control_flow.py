@@ -38,15 +38,12 @@ def run_watched(func: Callable, args: Any, kwargs: Any, names: Mapping[int, str]
         return func(*args, **kwargs)  # vmap runs both branches, which autograd sees
     reads = _Reads(names)
     try:
-        return reads.run(func, args, kwargs)
-    finally:  # some operators refuse such parameters, each in its own words
-        if reads.found:
-            raise HiddenParameterError(
-                f"the model calls torch's operator {getattr(func, '__name__', func)} with a "
-                f"function that uses {few(sorted(reads.found))}, which autograd does not see where "
-                "nothing is compiled, as within fastlr: write it in plain Python, with if for "
-                "torch.cond and a loop for the others"
-            )
+        result = reads.run(func, args, kwargs)
+    except Exception:  # some operators refuse such parameters, each in its own words
+        reads.refuse(func)
+        raise
+    reads.refuse(func)
+    return result
 
 
 class _Reads(TorchFunctionMode):
@@ -60,6 +57,16 @@ class _Reads(TorchFunctionMode):
         """Run an operator with its functions watched."""
         args, kwargs = tree_map(self._watched, (args, kwargs))
         return func(*args, **kwargs)
+
+    def refuse(self, func: Callable) -> None:
+        """Raise HiddenParameterError if functions of an operator have read parameters."""
+        if self.found:
+            raise HiddenParameterError(
+                f"the model calls torch's operator {getattr(func, '__name__', func)} with a "
+                f"function that uses {few(sorted(self.found))}, which autograd does not see where "
+                "nothing is compiled, as within fastlr: write it in plain Python, with if for "
+                "torch.cond and a loop for the others"
+            )
 
     def _watched(self, given: Any) -> Any:
         if not callable(given) or isinstance(given, (Tensor, type)):

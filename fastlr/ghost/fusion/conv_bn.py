@@ -107,9 +107,8 @@ class FoldedConv(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tensors = BlockTensors(*given)
         x, weight = _in_fastest_layout(tensors.x, options.dtype), tensors.weight
-        affine = weight, tensors.bias, tensors.gamma, tensors.beta
-        statistics = tensors.mean, tensors.var
-        folded, channels = ops.run("fold_weights", options.dtype, options.eps, *affine, *statistics)
+        per_channel = tensors.bias, tensors.gamma, tensors.beta, tensors.mean, tensors.var
+        folded, channels = ops.run("fold_weights", options.dtype, options.eps, weight, *per_channel)
         block = Block(weight, folded, channels, options.activation, options.geometry)
         out, kept, unfolded_out, mean = _computed(x, block, tensors, options)
         if options.activation == "none":

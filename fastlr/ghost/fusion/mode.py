@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -108,7 +109,7 @@ class Folding(TorchFunctionMode):
         if runs_functions(func):
             return run_watched(func, args, call.kwargs, self.blocks.names)
         handler = HANDLERS.get(func)
-        if handler is None or is_checkpointed():
+        if handler is None or is_checkpointed() or not torch.is_grad_enabled():
             return call.run()
         result = handler(self.blocks, call)
         return call.run() if result is None else result

@@ -243,7 +243,7 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def sweep(
         ctx: Any, g: Tensor | None, g_cell: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
         """Go back through time.
 
         Returns:
@@ -279,7 +279,7 @@ class Scan(torch.autograd.Function):
             if gated:
                 prior.addcmul_(at_hidden, factors[0])
         by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
-        return by_x, by_h, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
+        return by_x, by_h, {"h0": states[0], "c0": carry}
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # noqa: D102
@@ -314,13 +314,12 @@ def _rows_of_steps(s: Step) -> Regular | None:
 def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Recurrent weight and bias, from a sweep back through time that is kept for the node."""
     node = site.node
-    reached = {
-        output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None
-    }
-    # samples are along axis 1 of the outputs [T, B, .] and axis 0 of the last cell state [B, .]
-    layouts = {
-        layout and replace(layout, dim=layout.dim + output) for output, layout in reached.items()
-    }
+    # Samples are along axis 1 of the outputs [T, B, .] and axis 0 of the last cell state [B, .].
+    layouts = set()
+    for output, g in enumerate(site.gradients):
+        if g is not None:
+            found = site.layouts.get(output)
+            layouts.add(found and replace(found, dim=found.dim + output))
     layout = layouts.pop()
     if layouts or layout is None or layout.dim != 1:
         raise Unsupported("the rows of the samples are not the same in all outputs of the layer")

@@ -193,8 +193,9 @@ class Graph:
             return SAMPLE, key
         if self.names[i] in VIEWS:
             return PARAMETER, self.keys[below[0]] if self.names[i] in CASTS else key
-        other = of_other_batch_size
-        has_no_samples = other is not None and self.sizes[i] == other.sizes[i]
+        has_no_samples = (
+            of_other_batch_size is not None and self.sizes[i] == of_other_batch_size.sizes[i]
+        )
         return PARAMETER if has_no_samples else SAMPLE, key
 
     def _key(self, i: int) -> tuple:

@@ -164,9 +164,10 @@ class ModelView:
     @property
     def device(self) -> torch.device:
         """Device of the parameters; ModelError if there are none."""
-        for parameter in self.module.parameters():
-            return parameter.device
-        raise ModelError(_NONE_TRAINABLE)
+        first = next(self.module.parameters(), None)
+        if first is None:
+            raise ModelError(_NONE_TRAINABLE)
+        return first.device
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
@@ -238,7 +239,7 @@ def call(model: Callable, x: Any, *, copies: bool = True) -> Any:
     """
 
     def run(x: Any, copies: bool) -> Any:
-        args, kwargs = arguments(x)
+        args, kwargs = arguments(model, x)
         with forward_pass(model, copies=copies), uncompiled():
             return model(*args, **kwargs)
 

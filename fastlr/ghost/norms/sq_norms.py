@@ -60,8 +60,8 @@ class MeasureAgain(Exception):
     """
 
     def __init__(self, refused_blocks: Mapping[str, str] | None = None) -> None:
-        super().__init__(*(refused_blocks or {}).values())
         self.refused_blocks = dict(refused_blocks or {})
+        super().__init__(*self.refused_blocks.values())
 
 
 def sq_norms(
