@@ -139,9 +139,9 @@ class Batch:
                 leaves[i] = leaf.to(dtype)
         return tree_unflatten(leaves, self.spec)
 
-    def part(self, samples: Sequence[int]) -> Batch:
-        """Return the batch of these samples."""
-        return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
+    def part(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Batch:
+        """Return the batch of these samples; floating-point leaves cast to ``dtype`` if given."""
+        return Batch(self.pick(samples, dtype), len(samples), self.in_dim, self.batched)
 
     def scaled(self, factors: Sequence[float]) -> Batch:
         """Return the first samples, with floating-point values of each times a factor."""

@@ -161,13 +161,18 @@ class ModelView:
         """All parameters by name."""
         return dict(self.module.named_parameters())
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters; ModelError if there are none."""
+    @cached_property
+    def _first(self) -> nn.Parameter:
+        """A parameter, which may be sharded; ModelError if there is none."""
         first = next(self.module.parameters(), None)
         if first is None:
             raise ModelError(_NONE_TRAINABLE)
-        return first.device
+        return first
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self._first.device
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.

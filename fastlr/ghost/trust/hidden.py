@@ -63,8 +63,7 @@ def _do_move_output(view: ModelView, samples: Batch, z: Tensor, names: Sequence[
     if not _gaps_when_moved(view, samples, z, names, _LARGE_MOVE).any():
         return False
     for of_copy, dtype in deep_copies(view):
-        x = samples.pick(range(samples.count), dtype)
-        cast = Batch(x, samples.count, samples.in_dim, samples.batched)
+        cast = samples.part(range(samples.count), dtype)
         try:
             z_of_copy = of_copy.outputs(cast.pick(range(samples.count)))
             if _gaps_when_moved(of_copy, cast, z_of_copy, names, _LARGE_MOVE).any():
