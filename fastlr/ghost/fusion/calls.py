@@ -111,9 +111,7 @@ def _begun(
     if geometry is None or min(size) < 1:
         return None
     blocks.not_folded[name] = NO_NORM
-    x = input
-    if isinstance(input, Lazy):
-        x = _as_input(input, weight, geometry)
+    x = _as_input(input, weight, geometry) if isinstance(input, Lazy) else input
     made = Convolution(x, weight, bias, geometry, call.run)
     return Pending(blocks, made, [len(input), len(weight), *size])
 
@@ -314,9 +312,10 @@ def attention(blocks: Blocks, call: Call) -> tuple[Tensor, None] | None:
 
 def recurrent_layer(blocks: Blocks, call: Call) -> Any:
     """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
-    result = recurrent.scanned(*call.with_values())
+    values = call.with_values()
+    result = recurrent.scanned(*values)
     if result is None:
-        return blocks.unfused.run_by_steps(*call.with_values())
+        return blocks.unfused.run_by_steps(*values)
     blocks.replaced["recurrent"] += 1
     return result
 

@@ -70,11 +70,11 @@ def keeps_axes(func: Callable, kwargs: dict[str, Any]) -> bool:
 
 
 def channel_means(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the result of a call that is a mean over all spatial axes, by `ChannelMeans`.
+    """Return the result of a call for which `is_whole_mean` holds, by `ChannelMeans`.
 
-    None if the call is not one that `ChannelMeans` can take.
+    None if the input needs no gradient, or if that saves no time.
     """
-    if not is_whole_mean(func, args, kwargs) or not args[0].requires_grad or args[0].is_leaf:
+    if not args[0].requires_grad or args[0].is_leaf:
         return None
     if func not in _POOLS and not _saves_time(args[0]):
         return None

@@ -97,10 +97,9 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
         scaled = (v * 2.0**to_unit_size).to(z.dtype) * 2.0**exponent
         return torch.stack(exact_sq_norms(z, view.parameters, scaled, retain=True))
 
-    larger = norms(scale.exponent)
     scale.require(
         norms(0),
-        larger,
+        norms(scale.exponent),
         4.0**-scale.exponent,
         view.parameters.values(),
         scale.tolerance_when_scaled,
