@@ -153,8 +153,10 @@ def extension() -> dict:
 
 
 setup(
-    packages=["fastlr", "fastlr.kernels", *find_packages(str(HERE), include=["fastlr.*"])],
-    package_dir={"fastlr": "fastlr", "fastlr.kernels": "kernels"},
+    # fastlr/kernels is a link to kernels/, so that an editable install is a path that mypy and
+    # pyright can follow.
+    packages=find_packages(str(HERE), include=["fastlr", "fastlr.*"]),
+    package_dir={"": "."},
     package_data={"fastlr": ["py.typed", "__init__.pyi", "ops/tuned.json"]},
     **extension(),
 )

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributions import Categorical
 
 import fastlr
-from fastlr.integrations import Monitor
 
 UPDATES, STEPS, GAMMA = 40, 64, 0.99
 
@@ -41,7 +40,9 @@ def main() -> None:
     distributions = {"actor": fastlr.Categorical(), "critic": fastlr.Gaussian()}
     what = {"n": 32, "measures": ["dormant_ratio"], "x": x, "every_n_steps": 10, "log": log}
     monitors = [  # one a network, each by its own distribution
-        Monitor(net, fastlr.TensorInputs(x), prefix=f"{name}/", predictive=distribution, **what)
+        fastlr.Monitor(
+            net, fastlr.TensorInputs(x), prefix=f"{name}/", predictive=distribution, **what
+        )
         for net, (name, distribution) in zip((actor, critic), distributions.items(), strict=True)
     ]
     for monitor in monitors:

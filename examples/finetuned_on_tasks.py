@@ -11,7 +11,6 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 import fastlr
-from fastlr.integrations import Monitor
 
 TASKS, TEXTS, TOKENS, WORDS, CLASSES, STEPS = 24, 48, 8, 100, 4, 40
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -33,7 +32,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = fastlr.TokenInputs(WORDS, TOKENS)
     options = {"predictive": fastlr.Categorical(), "output": "logits"}
-    monitor = Monitor(model, inputs, n=64, every_n_epochs=2, **options)  # an epoch here is a task
+    monitor = fastlr.Monitor(
+        model, inputs, n=64, every_n_epochs=2, **options
+    )  # an epoch here is a task
     for task in range(1, TASKS + 1):
         texts = torch.randint(WORDS, (TEXTS, TOKENS))
         labels = torch.randint(CLASSES, (TEXTS,))

@@ -1,6 +1,4 @@
-"""Hugging Face: watch a Trainer by a callback that finds the most plastic checkpoint.
-
-The Trainer itself loads that checkpoint at the end.
+"""Hugging Face: watch local redundancy during a Trainer's training by a callback.
 
 Install ``'.[huggingface]'`` and run ``python examples/huggingface_trainer.py``.
 
@@ -49,10 +47,7 @@ def main() -> None:
         per_device_train_batch_size=16,
         learning_rate=1e-3,
         eval_strategy="epoch",
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        metric_for_best_model="local_redundancy",
-        greater_is_better=True,
+        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -73,7 +68,6 @@ def main() -> None:
                 f"step {row['step']}: {row['local_redundancy']:.4g} +- "
                 f"{row['local_redundancy_stderr']:.2g}"
             )
-    print(f"most plastic: {trainer.state.best_metric:.4g}, {trainer.state.best_model_checkpoint}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastlr
-from fastlr.integrations import Monitor
 
 TEXT = [
     "the cat sat on the mat",
@@ -57,8 +56,8 @@ def main() -> None:
     # An output for every token is a label for every token: say so. Padding has none.
     categorical = fastlr.Categorical()
     tokens = fastlr.TokenInputs(vocabulary, length, attention_mask=True)
-    uniform = Monitor(model, tokens, n=64, every_n_steps=20, predictive=categorical)
-    own = Monitor(
+    uniform = fastlr.Monitor(model, tokens, n=64, every_n_steps=20, predictive=categorical)
+    own = fastlr.Monitor(
         model, fastlr.TensorInputs(x), n=len(TEXT), every_n_steps=20, predictive=categorical
     )
     uniform.measure(), own.measure()

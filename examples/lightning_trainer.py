@@ -1,6 +1,4 @@
-"""Lightning: watch a fit by a callback, and keep the most plastic checkpoint.
-
-Lightning's own ModelCheckpoint keeps it.
+"""Lightning: watch local redundancy during a fit by a callback.
 
 Install ``'.[lightning]'`` and run ``python examples/lightning_trainer.py``.
 """
@@ -14,7 +12,6 @@ from fastlr.integrations.lightning import LocalRedundancyMonitor
 import lightning
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,13 +51,10 @@ def main() -> None:
     folder = mkdtemp(prefix="fastlr-")
 
     monitor = LocalRedundancyMonitor(fastlr.ShapeImages((3, 16, 16)), n=256, every_n_epochs=1)
-    keep = ModelCheckpoint(
-        folder, monitor="local_redundancy", mode="max", save_on_train_epoch_end=True
-    )
     trainer = lightning.Trainer(
         max_epochs=3,
         accelerator="cpu",
-        callbacks=[monitor, keep],
+        callbacks=[monitor],
         logger=CSVLogger(folder),
         log_every_n_steps=1,
         enable_progress_bar=False,
@@ -69,7 +63,8 @@ def main() -> None:
 
     last = monitor.last.estimate
     print(f"after {trainer.global_step} steps: {last.value:.4g} +- {last.stderr:.2g}")
-    print(f"most plastic: {float(keep.best_model_score):.4g}, {keep.best_model_path}")
+    monitor.plot(f"{folder}/local_redundancy.png")
+    print(f"figure: {folder}/local_redundancy.png")
 
 
 if __name__ == "__main__":

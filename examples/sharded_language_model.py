@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fastlr
-from fastlr.integrations import Monitor
 
 TEXT = (
     "the cat sat on the mat and the dog ran home as rain fell on the roof and the sun rose over "
@@ -66,7 +65,9 @@ def main() -> None:
 
     inputs = fastlr.TokenInputs(len(LETTERS), LENGTH)
     # First addition: on every rank.
-    monitor = Monitor(model, inputs, 64, every_n_steps=5, predictive=fastlr.Categorical(dim=2))
+    monitor = fastlr.Monitor(
+        model, inputs, 64, every_n_steps=5, predictive=fastlr.Categorical(dim=2)
+    )
     monitor.measure()
     torch.manual_seed(1 + dist.get_rank())  # other batches on every rank
     for step in range(1, 41):

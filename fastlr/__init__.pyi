@@ -1,4 +1,4 @@
-from . import distributed, errors, metrics
+from . import distributed, errors, integrations, metrics
 from .errors import (
     DistributedError,
     FastlrError,
@@ -25,6 +25,7 @@ from .inputs import (
     TensorInputs,
     TokenInputs,
 )
+from .integrations import Monitor
 from .metrics.gradients import gradient_noise_scale
 from .metrics.probes import memorization_capacity
 
@@ -46,6 +47,7 @@ __all__ = [
     "InteractionError",
     "LocalRedundancy",
     "ModelError",
+    "Monitor",
     "NoiseImages",
     "NonFiniteError",
     "NonlinearBackwardError",
@@ -57,6 +59,7 @@ __all__ = [
     "errors",
     "estimate",
     "gradient_noise_scale",
+    "integrations",
     "memorization_capacity",
     "memorization_gain",
     "metrics",

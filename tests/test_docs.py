@@ -72,7 +72,7 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     assert not missing
     assert {f"fastlr.metrics.{name}" for name in fastlr.metrics.__all__} <= names
     assert {
-        "fastlr.integrations.Monitor",
+        "fastlr.Monitor",
         "fastlr.integrations.lightning.LocalRedundancyMonitor",
         "fastlr.integrations.stable_baselines3.LocalRedundancyCallback",
     } <= names

@@ -1,4 +1,7 @@
-"""The source distribution builds a wheel that is complete and installs into a bare environment."""
+"""The source distribution builds a wheel that is complete and installs into a bare environment.
+
+Type checkers find the package there, and in an editable install.
+"""
 
 import email
 import os
@@ -150,3 +153,57 @@ def test_a_wheel_has_the_extension_where_there_is_a_compiler(built, tmp_path, co
     said = run(programs / "fastlr", "doctor", cwd=tmp_path, env=env)
     (line,) = [line for line in said.splitlines() if re.match(r"\w+ +fastlr\._C\b", line)]
     assert line.split()[0] == ("found" if compiler == "with-a-compiler" else "missing")
+
+
+CALLS = """
+import torch
+
+import fastlr
+from fastlr.integrations.lightning import LocalRedundancyMonitor
+
+model = torch.nn.Linear(4, 2)
+inputs = fastlr.TensorInputs(torch.ones(8, 4))
+estimate = fastlr.estimate(model, inputs, 8, dtype="bfloat16", predictive=fastlr.Categorical())
+print(estimate.value + 1.0, float(estimate), estimate.bound(0.1, unit="bits"))
+estimator = fastlr.LocalRedundancy(model, inputs, seed=1, target_rel_stderr=0.05)
+print(estimator.measure().stderr)
+monitor = fastlr.Monitor(model, inputs, every_n_steps=10, measures=["dormant_ratio"], seed=3)
+reading = monitor.step()
+if reading is not None:
+    print(reading.value, reading.values()["local_redundancy"])
+fastlr.estimate(model, inputs, n="5")  # wrong
+fastlr.estimate(model, torch.ones(8, 4))  # wrong
+fastlr.LocalRedundancy(model, inputs, probe=3)  # wrong
+fastlr.Monitor(model, inputs, every_n_step=10)  # wrong
+LocalRedundancyMonitor(inputs, batch_size="large")  # wrong
+"""
+WRONG = {i for i, line in enumerate(CALLS.splitlines(), 1) if line.endswith("# wrong")}
+
+
+def lines_with_errors(checker, python, folder):
+    """Return the lines of the script in which a checker sees an error."""
+    (folder / "script.py").write_text(CALLS)
+    if checker == "mypy":
+        command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "script.py"]
+    elif shutil.which("pyright"):
+        command = ["pyright", "--pythonpath", str(python), "script.py"]
+    else:
+        pytest.skip("pyright is not installed")
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    found = re.findall(r"script\.py:(\d+)(?::\d+)?:? (?:- )?error", said.stdout)
+    assert len(found) == len(set(found)), said.stdout
+    return {int(line) for line in found}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_five_wrong_calls_are_five_errors_in_an_editable_install(checker, tmp_path):
+    assert lines_with_errors(checker, sys.executable, tmp_path) == WRONG
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_five_wrong_calls_are_five_errors_in_an_installed_package(checker, built, tmp_path):
+    bin_folder, place = environment_with(built[1], tmp_path)
+    assert (place / "fastlr" / "py.typed").exists()
+    assert lines_with_errors(checker, bin_folder / "python", tmp_path) == WRONG

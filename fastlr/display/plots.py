@@ -1,14 +1,32 @@
-"""Charts of an estimate."""
+"""Charts of an estimate, and of a training's readings."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style, title_of_all
+import numpy as np
+
+from fastlr.display.figures import (
+    COLOURS,
+    INK,
+    MUTED,
+    count_axis,
+    error_band,
+    log_axis,
+    new_figure,
+    save_figure,
+    style,
+    title_of_all,
+)
 from fastlr.display.tables import group_to_fit, pm
+from fastlr.display.trend import Measurement
 from fastlr.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def per_layer_figure(
@@ -72,6 +90,27 @@ def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any
         InputError: As there, or an unwritable path.
     """
     return save_figure(per_layer_figure(estimates, **options), path)
+
+
+def course_figure(readings: Sequence[Measurement]) -> Figure:
+    """Draw local redundancy over a training, with a band of two standard errors.
+
+    Raises:
+        InputError: There is no reading.
+    """
+    if not readings:
+        raise InputError("there is no reading to draw yet: measure first")
+    has_steps = any(reading.step for reading in readings)
+    x = np.array([reading.step if has_steps else reading.epoch for reading in readings])
+    values, errors = np.array([reading[:2] for reading in readings]).T
+    figure, axes = new_figure((7, 3.2), 1)
+    axes.plot(x, values, color=COLOURS[0], marker="o", markersize=3, linewidth=1.4)
+    error_band(axes, x, values, errors, COLOURS[0])
+    style(axes, "local redundancy", "Local redundancy, +- 2 standard errors")
+    count_axis(axes, "optimizer steps" if has_steps else "epochs")
+    if (values > 0).all() and values.max() > 20 * values.min():
+        log_axis(axes)
+    return figure
 
 
 def _bars(axes: Any, shares: list[float], colour: str) -> None:

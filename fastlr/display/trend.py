@@ -40,11 +40,15 @@ class Measurement(NamedTuple):
         value: Estimate.
         stderr: Standard error of the estimate; NaN if there is none.
         per_image: Value of each synthetic image, float32; None if these were not kept.
+        step: Optimizer steps done.
+        epoch: Epochs done.
     """
 
     value: float
     stderr: float
     per_image: Tensor | None = None
+    step: int = 0
+    epoch: int = 0
 
     @classmethod
     def of(cls, record: Mapping[str, Any], per_image: Tensor | None = None) -> Measurement:

@@ -47,7 +47,7 @@ def full_params(model: nn.Module, *, timeout: float = ESTIMATE_TIMEOUT) -> Itera
     """Give a model under ``torch.distributed.fsdp.fully_shard`` whole parameters on every rank.
 
     ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``,
-    ``fastlr.support_report`` and `fastlr.integrations.Monitor` enter it by themselves; enter it to
+    ``fastlr.support_report`` and `fastlr.Monitor` enter it by themselves; enter it to
     take several measures with one exchange. Every rank enters. Inside, the model is an ordinary
     module under the names that the user knows: each rank measures what it likes by itself, and
     ``fastlr.estimate`` is shared by the ranks, as by `sharded`. The parameters are in the policy's

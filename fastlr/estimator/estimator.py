@@ -5,13 +5,12 @@ The estimate has its standard error (paper, Theorem 3.4).
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
@@ -21,7 +20,8 @@ from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.identity import describe, inputs_hash, of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
-from fastlr.estimator.progress import reporter
+from fastlr.estimator.predictive import Predictive
+from fastlr.estimator.progress import OnProgress, reporter
 from fastlr.estimator.ranks import agree, buffers_of_rank_0, holds_on_all, merged
 from fastlr.estimator.result import Estimate, paired_difference, versions
 from fastlr.estimator.statistics import (
@@ -30,7 +30,8 @@ from fastlr.estimator.statistics import (
     memorization_gain,
     regression_memorization_bound,
 )
-from fastlr.ghost.model.view import ModelView
+from fastlr.ghost.model.view import ModelView, OutputSelector
+from fastlr.inputs.base import SupportsBatch
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
 
@@ -77,15 +78,29 @@ class LocalRedundancy:
         progress: that of the options, or another from the next measurement on.
     """
 
-    __signature__ = inspect.signature(EstimateOptions)  # for help and documentation
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            self.__signature__.bind(*args, **kwargs)
-        except TypeError as error:
-            names = ", ".join(self.__signature__.parameters)
-            raise InputError(f"{error}: the arguments are {names}") from None
-        self.options = options = EstimateOptions(*args, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: SupportsBatch,
+        n: int | None = None,
+        *,
+        predictive: Predictive | None = None,
+        probe: str = "rademacher",
+        batch_size: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        output: OutputSelector = None,
+        in_dim: int = 0,
+        out_dim: int = 0,
+        target_rel_stderr: float | None = None,
+        min_n: int = 512,
+        max_n: int | None = None,
+        progress: bool | OnProgress | None = None,
+    ) -> None:
+        given = dict(locals())
+        del given["self"]
+        self.options = options = EstimateOptions(**given)
         self.progress = options.progress
         self.model = options.model
         self.view = ModelView.of(options.model, options.output, options.in_dim, options.out_dim)
@@ -265,8 +280,25 @@ class LocalRedundancy:
         return self._digests[key]
 
 
-# Its arguments are those of EstimateOptions.
-def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
+def estimate(
+    model: nn.Module,
+    inputs: SupportsBatch,
+    n: int | None = None,
+    *,
+    predictive: Predictive | None = None,
+    probe: str = "rademacher",
+    batch_size: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    output: OutputSelector = None,
+    in_dim: int = 0,
+    out_dim: int = 0,
+    target_rel_stderr: float | None = None,
+    min_n: int = 512,
+    max_n: int | None = None,
+    progress: bool | OnProgress | None = None,
+) -> Estimate:
     """Estimate the local redundancy of a model.
 
     That is ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2``.
@@ -281,10 +313,11 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
         inputs: ShapeImages, NoiseImages, GaussianSeries, GaussianInputs, TokenInputs, TensorInputs,
             or an object of your own whose ``batch(start, stop, *, seed, device, dtype)`` returns
             inputs start..stop-1, samples along axis 0.
-        n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
+        n: Number of inputs. The default is 5000, or all of them if there are fewer. With
+            ``target_rel_stderr`` it is the most that are used (see ``max_n``).
         predictive: Categorical, Bernoulli, Gaussian or DiagonalGaussian. Default: Categorical for
             outputs [B, C] with C of at least 2, which must be logits: an error where those of the
-            first chunk are probabilities.
+            first chunk are probabilities. Also for the logits of a language model [B, T, C].
         probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the
             paper) or "exact" (the label expectation, many passes), all of per-sample norms; or
             "batch", ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
@@ -295,7 +328,8 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
             except for "batch".
         seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever
             n and the chunks.
-        dtype: of autocast, "bf16" or "fp16" (or torch's own); None: the model's own precision.
+        dtype: Autocast dtype, "bfloat16" or "float16" (also "bf16", "fp16", or a torch.dtype).
+            None or "float32": no autocast, the model's own precision.
         device: only checked: an error unless it is the model's.
         output: picks the output tensor from what the model returns: key, attribute, index or
             function.
@@ -322,13 +356,8 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
 
     Source: paper, Theorem 3.4, Corollary 3.6 and section 3.6.
     """
-    return LocalRedundancy(*args, **kwargs).measure()
-
-
-# for help and documentation
-estimate.__signature__ = inspect.signature(EstimateOptions).replace(  # type: ignore[attr-defined]
-    return_annotation=Estimate
-)
+    given = dict(locals())
+    return LocalRedundancy(**given).measure()
 
 
 def _same_device(asked: torch.device, actual: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,39 +13,49 @@ from fastlr.estimator.predictive import PROBES, Predictive
 from fastlr.estimator.progress import OnProgress
 from fastlr.estimator.statistics import count
 from fastlr.ghost.model.view import OutputSelector
+from fastlr.inputs.base import SupportsBatch
 from fastlr.ops.philox import check_seed
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+DEFAULT_N = 5000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EstimateOptions:
-    """The arguments of `fastlr.estimate`, which describes them.
+    """The arguments of `fastlr.estimate`, which describes them, once they are checked.
 
     Attributes:
-        total: the most inputs that are used; ``min_n`` is at most that.
+        n: The default where None was given.
+        dtype: A torch.dtype, or None for the model's own precision.
+        total: Largest number of inputs that are used; ``min_n`` is at most that.
 
     Raises:
         InputError: one is wrong, or two do not go together.
     """
 
     model: nn.Module
-    inputs: Any
-    n: int = 5000
-    _: KW_ONLY
-    predictive: Predictive | None = None
-    probe: str = "rademacher"
-    batch_size: int | None = None
-    seed: int = 0
-    dtype: Any = None
-    device: torch.device | str | None = None
-    output: OutputSelector = None
-    in_dim: int = 0
-    out_dim: int = 0
-    target_rel_stderr: float | None = None
-    min_n: int = 512
-    max_n: int | None = None
-    progress: bool | OnProgress | None = None
+    inputs: SupportsBatch
+    n: int
+    predictive: Predictive | None
+    probe: str
+    batch_size: int | None
+    seed: int
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    output: OutputSelector
+    in_dim: int
+    out_dim: int
+    target_rel_stderr: float | None
+    min_n: int
+    max_n: int | None
+    progress: bool | OnProgress | None
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +86,8 @@ class EstimateOptions:
                 "progress must be True, False, None or a function of (done, total, value, stderr)"
             )
         seed = check_seed(self.seed)
-        n, min_n = count("n", self.n), count("min_n", self.min_n)
+        n = all_or(DEFAULT_N, self.inputs) if self.n is None else count("n", self.n)
+        min_n = count("min_n", self.min_n)
         total = total_inputs(n, self.inputs, self.target_rel_stderr, min_n, self.max_n)
         batch_size = None if self.batch_size is None else count("batch_size", self.batch_size)
         checked = {
@@ -124,15 +135,20 @@ def _refuse_classes(**given: Any) -> None:
             )
 
 
-def autocast_dtype(given: Any) -> torch.dtype | None:
-    """Return the dtype of autocast by its short name or itself; None for the model's own."""
-    dtype: Any = AUTOCAST.get(given, given) if isinstance(given, str) else given
-    if dtype not in AUTOCAST.values():
+def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the autocast dtype; None stands for the model's own precision."""
+    name = "float32" if given is None else str(given).removeprefix("torch.")
+    if name not in AUTOCAST:
         raise InputError(
-            "dtype is that of autocast, 'bf16' or 'fp16' (None or 'fp32': the model's), or torch's "
-            f"own; not {given!r}"
+            f"dtype={given!r} is no autocast dtype: give 'bfloat16' or 'float16', or None for the "
+            "model's own precision"
         )
-    return dtype
+    return AUTOCAST[name]
+
+
+def all_or(default: int, inputs: Any) -> int:
+    """Return the default number of inputs, or all of them if there are fewer."""
+    return min(default, len(inputs)) if hasattr(inputs, "__len__") else default
 
 
 def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: int | None) -> int:

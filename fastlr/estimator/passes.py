@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastlr.errors import InputError, warn
 from fastlr.estimator.identity import of_predictive
@@ -28,7 +28,7 @@ from fastlr.ghost.report import shared_inputs
 from fastlr.ghost.trust.audits import Draw
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import refuse_where
-from fastlr.ops.torch_private import tree_map
+from fastlr.ops.torch_private import tree_flatten, tree_map
 
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution")  # nodes of linear layers
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # nodes
@@ -122,7 +122,7 @@ class Passes:
         def cotangent(output: Tensor) -> Any:
             self._require_rows(output, x, len(index))
             if self.predictive is None:
-                self.predictive = default_predictive(output, out_dim)
+                self.predictive = default_predictive(output, out_dim, x, self.view.module)
             self.axes = output.ndim
             if isinstance(index, range) and index.start == 0:
                 self.may_be_probabilities = _may_be_probabilities(output, out_dim)
@@ -269,12 +269,14 @@ def warn_of_sigmoid(predictive: Any) -> None:
         )
 
 
-def default_predictive(output: Tensor, out_dim: int) -> Predictive:
-    """Return Categorical() for logits [B, C >= 2].
+def default_predictive(output: Tensor, out_dim: int, x: Any, module: nn.Module) -> Predictive:
+    """Return Categorical() for logits [B, C >= 2], and for those of a language model.
 
     For other outputs raises an InputError that says what to pass.
     """
     shape = tuple(output.shape)
+    if out_dim == 0 and _are_logits_of_tokens(output, x, module):
+        return Categorical()
     if output.ndim == 2 and out_dim == 0 and shape[1] >= 2:
         refuse_probabilities(output)
         return Categorical()
@@ -285,13 +287,34 @@ def default_predictive(output: Tensor, out_dim: int) -> Predictive:
         )
     else:
         hint = (
-            "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, "
-            "Bernoulli() for independent labels, Gaussian(sigma) for regression"
+            "pass predictive=fastlr.Categorical() for logits at several positions (dim= is the "
+            "class axis, by default the last), Bernoulli() for independent labels, "
+            "Gaussian(sigma) for regression"
         )
     raise InputError(
         f"the output has shape {shape} (samples on axis {out_dim}), which does not tell what it "
         f"means: {hint}"
     )
+
+
+def _are_logits_of_tokens(output: Tensor, x: Any, module: nn.Module) -> bool:
+    """Return True if a model of token ids [B, T] gives a number for each token, [B, T, C].
+
+    C must be the length of an embedding, and not its dimension: else the output may be features.
+    """
+    if output.ndim != 3:
+        return False
+    *positions, classes = output.shape
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
+    return (
+        any(list(t.shape) == positions and not t.is_floating_point() for t in _tensors(x))
+        and any(table.num_embeddings == classes for table in tables)
+        and all(table.embedding_dim != classes for table in tables)
+    )
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
 
 
 def refuse_probabilities(output: Tensor) -> None:

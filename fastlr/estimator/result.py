@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """An estimate of local redundancy.
 
@@ -141,6 +141,13 @@ class Estimate:
             real(f"not a record of an estimate: {name}", known[name])
         count("not a record of an estimate: n", result.n)
         return result
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
+        """Return the value, its standard error and n, in one line."""
+        return f"Estimate(value={self.value:.6g}, stderr={self.stderr:.2g}, n={self.n})"
 
     def __str__(self) -> str:
         """Return the value, what was measured, and the largest parameters, in a few lines."""

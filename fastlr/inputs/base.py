@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,22 @@ from fastlr.ops.philox import check_range, check_seed
 
 Batch = Tensor | tuple | dict
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class SupportsBatch(Protocol):
+    """Anything that makes inputs, such as `Inputs` or a class of your own."""
+
+    def batch(
+        self,
+        start: int,
+        stop: int,
+        /,
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> Any:
+        """Return samples ``start .. stop-1``, as `Inputs.batch` does."""
 
 
 class Inputs:

@@ -79,6 +79,7 @@ class Generated(Inputs):
             return ""
         record = self.to_dict() | {"seed": seed}
         record.pop("channels_last", None)
+        record.pop("name", None)
         if record.get("normalize") is not None:
             mean_std = _mean_std(record["normalize"], record["size"][0])
             record["normalize"] = [t.tolist() for t in mean_std or ()]
@@ -328,12 +329,14 @@ class TokenInputs(Generated):
     """Independent, uniformly random tokens, for language models.
 
     Args:
-        vocab_size: tokens are uniform in ``[0, vocab_size)``, below ``2**31``.
-        length: tokens a sample.
-        attention_mask: add ``attention_mask``, all ones.
+        vocab_size: Size of the vocabulary, below ``2**31``. Tokens are uniform in
+            ``[0, vocab_size)``.
+        length: Tokens per sample.
+        attention_mask: Add ``attention_mask``, all ones.
+        name: Name of the model's argument that takes the tokens. None: its first argument.
 
-    Batches are ``{"input_ids": [n, length] int64}``, with ``"attention_mask": [n, length] int64``
-    where asked for.
+    Batches are ``{name: [n, length] int64}``, with ``"attention_mask": [n, length] int64`` if asked
+    for, or the tensor alone for ``name=None``.
 
     >>> sorted(TokenInputs(50257, 16, attention_mask=True).batch(0, 2, seed=0))
     ['attention_mask', 'input_ids']
@@ -342,9 +345,15 @@ class TokenInputs(Generated):
     vocab_size: int
     length: int
     attention_mask: bool = False
+    name: str | None = field(default="input_ids", kw_only=True)
 
     def __post_init__(self) -> None:
         _positive(vocab_size=self.vocab_size, length=self.length)
+        if self.name is None and self.attention_mask:
+            raise InputError(
+                "attention_mask=True needs the name of the model's argument for the tokens: pass "
+                "name= too"
+            )
         if self.vocab_size >= 1 << 31:
             raise InputError(f"vocab_size must be below 2**31, got {self.vocab_size}")
 
@@ -359,8 +368,7 @@ class TokenInputs(Generated):
             out[begin - start : begin - start + len(index)] = uniform_integers(
                 words, self.vocab_size
             )
-        return (
-            {"input_ids": out, "attention_mask": torch.ones_like(out)}
-            if self.attention_mask
-            else {"input_ids": out}
-        )
+        if self.name is None:
+            return out
+        mask = {"attention_mask": torch.ones_like(out)} if self.attention_mask else {}
+        return {self.name: out, **mask}

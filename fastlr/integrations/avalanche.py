@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import Unpack
+
 from fastlr.errors import MissingExtraError, install
-from fastlr.integrations.measurement import Integration, Keep, rank
+from fastlr.inputs.base import SupportsBatch
+from fastlr.integrations.measurement import Integration, Keep, MeterOptions, rank
 
 try:
     from avalanche.evaluation import PluginMetric
@@ -30,7 +33,7 @@ class LocalRedundancyMetric(Integration, PluginMetric):
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
-        n: how many of them.
+        n: Number of inputs. The default is 1000, or all of them if there are fewer.
         every_n_steps: training iterations between two measurements.
         every_n_epochs: epochs between two measurements. Neither: after every experience.
         at_start: measure before the first iteration too, where a mistake in the arguments shows at
@@ -39,7 +42,7 @@ class LocalRedundancyMetric(Integration, PluginMetric):
             `Monitor`.
         mode: "max" or "min", as for `Monitor`.
         prefix: before each name.
-        what: measures, x, y, loss, init_state, dtype, on_error, and options of
+        options: measures, x, y, loss, init_state, dtype, on_error, and options of
             `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
@@ -52,8 +55,8 @@ class LocalRedundancyMetric(Integration, PluginMetric):
 
     def __init__(
         self,
-        inputs: Any,
-        n: int = 1000,
+        inputs: SupportsBatch,
+        n: int | None = None,
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -61,11 +64,11 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         keep_best: Keep | None = None,
         mode: str = "max",
         prefix: str = "",
-        **what: Any,
+        **options: Unpack[MeterOptions],
     ) -> None:
         PluginMetric.__init__(self)
         Integration.__init__(
-            self, inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what
+            self, inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **options
         )
         self.at_start = at_start
         self.steps = self.epochs = 0

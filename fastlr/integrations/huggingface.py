@@ -8,9 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from typing_extensions import Unpack
 
 from fastlr.errors import InputError, MissingExtraError, install
-from fastlr.integrations.measurement import NAME, Integration, Reading, on_main
+from fastlr.inputs.base import SupportsBatch
+from fastlr.integrations.measurement import NAME, Integration, MeterOptions, Reading, on_main
 from fastlr.ops.model_lock import locked
 
 try:
@@ -33,14 +35,14 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
     on with the same steps.
 
     Args:
-        inputs: synthetic inputs, as for `fastlr.estimate`; for language models
-            `fastlr.TokenInputs`, with ``predictive=fastlr.Categorical()``.
-        n: how many of them.
+        inputs: Synthetic inputs, as for `fastlr.estimate`; for language models
+            `fastlr.TokenInputs`.
+        n: Number of inputs. The default is 1000, or all of them if there are fewer.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements.
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
         prefix: before each name that is logged.
-        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error,
+        options: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error,
             and options of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
@@ -56,16 +58,16 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
 
     def __init__(
         self,
-        inputs: Any,
-        n: int = 1000,
+        inputs: SupportsBatch,
+        n: int | None = None,
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         at_start: bool = True,
         prefix: str = "",
-        **what: Any,
+        **options: Unpack[MeterOptions],
     ) -> None:
-        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **options)
         self.at_start = at_start
         self._event: Any = None
         self._measured: Any = None, None  # a moment, and the reading of then

@@ -9,9 +9,11 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from fastlr.errors import InputError, MissingExtraError, ModelError, install
-from fastlr.integrations.measurement import Integration, Reading, on_main
+from fastlr.inputs.base import SupportsBatch
+from fastlr.integrations.measurement import Integration, MeterOptions, Reading, on_main
 
 try:
     from lightning.pytorch import LightningModule
@@ -40,15 +42,15 @@ class LocalRedundancyMonitor(Integration, Callback):
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
-        n: how many of them.
+        n: Number of inputs. The default is 1000, or all of them if there are fewer.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: every epoch.
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
         module: what is measured: the name of a submodule, such as "model", or a function of the
             LightningModule; None: the LightningModule itself, by its ``forward``.
         prefix: before each name that is logged.
-        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options
-            of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        options: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and
+            options of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -65,19 +67,19 @@ class LocalRedundancyMonitor(Integration, Callback):
 
     def __init__(
         self,
-        inputs: Any,
-        n: int = 1000,
+        inputs: SupportsBatch,
+        n: int | None = None,
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         at_start: bool = True,
         module: str | Callable[[Any], nn.Module] | None = None,
         prefix: str = "",
-        **what: Any,
+        **options: Unpack[MeterOptions],
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
-        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **options)
         self.at_start, self.module = at_start, module
         self._steps_seen = 0
 

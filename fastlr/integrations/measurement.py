@@ -5,45 +5,76 @@ A reading, and the keeper of the best checkpoint.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fastlr.display.trend import Measurement, describe
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, InputError, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same
-from fastlr.estimator.options import autocast_dtype, require_inputs
+from fastlr.estimator.options import all_or, autocast_dtype, require_inputs
 from fastlr.estimator.passes import Passes
-from fastlr.estimator.predictive import Categorical
+from fastlr.estimator.predictive import Categorical, Predictive
+from fastlr.estimator.progress import OnProgress
 from fastlr.estimator.result import Estimate, count
 from fastlr.files import save_file
-from fastlr.ghost.model.view import ModelView, unwrap
+from fastlr.ghost.model.view import ModelView, OutputSelector, unwrap
+from fastlr.inputs.base import SupportsBatch
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
 from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded, tree_map_only
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 NAME = "local_redundancy"
 AUTO = "auto"
-_OPTIONS = frozenset(inspect.signature(LocalRedundancy).parameters) - {
-    "model",
-    "inputs",
-    "n",
-    "device",
-}
+DEFAULT_N = 1000
 
 
-@dataclass(frozen=True)
+class MeasurementOptions(TypedDict, total=False):
+    """Options of every integration; `Meter` and `fastlr.estimate` describe them."""
+
+    dtype: torch.dtype | str | None
+    on_error: str
+    probe: str
+    batch_size: int | None
+    output: OutputSelector
+    in_dim: int
+    out_dim: int
+    target_rel_stderr: float | None
+    min_n: int
+    max_n: int | None
+    progress: bool | OnProgress | None
+
+
+class MeterOptions(MeasurementOptions, total=False):
+    """Options of the integrations that are given their inputs."""
+
+    predictive: Predictive | None
+    seed: int
+    measures: Collection[str]
+    x: Any
+    y: Any
+    loss: Any
+    init_state: Mapping[str, Tensor] | nn.Module | None
+
+
+_OPTIONS = frozenset(MeterOptions.__annotations__)
+
+
+@dataclass(frozen=True, repr=False)
 class Reading:
     """The values measured at one moment of a training.
 
@@ -66,6 +97,11 @@ class Reading:
         """The local redundancy."""
         return self.estimate.value
 
+    def __repr__(self) -> str:
+        """Return the moment and the numbers, in one line."""
+        numbers = (f"{name}={value:.6g}" for name, value in self.values().items())
+        return f"Reading(step={self.step}, epoch={self.epoch}, {', '.join(numbers)})"
+
     def values(self, prefix: str = "") -> dict[str, float]:
         """Return the numbers for a logger by name, the prefix before each name.
 
@@ -82,18 +118,18 @@ class Meter:
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
-        n: how many of them.
-        measures: names of `fastlr.metrics.measures` to take as well.
-        x: real inputs for these.
-        y: labels for these.
-        loss: for these.
-        init_state: for "distance_from_init".
-        dtype: autocast dtype of the measurement; None: the model's own precision. "auto": that of
-            the training where the framework tells, else None.
-        on_error: "warn": where a measurement fails after the first, say so and let the training go
-            on; "raise".
-        options: of `fastlr.LocalRedundancy`: predictive, probe, batch_size, seed, output, in_dim,
-            out_dim, target_rel_stderr, min_n, max_n, progress (here False unless given).
+        n: Number of inputs. The default is 1000, or all of them if there are fewer.
+        measures: Names of `fastlr.metrics.measures` to take as well.
+        x: Real inputs for these measures.
+        y: Labels for these measures.
+        loss: Loss function for these measures.
+        init_state: State dict or model that "distance_from_init" compares with.
+        dtype: Autocast dtype of the measurement, as for `fastlr.estimate`. "auto" takes the
+            training's where the framework knows it.
+        on_error: "warn" or "raise", for measurements that fail after the first. With "warn" the
+            training goes on.
+        options: Options of `fastlr.estimate`: predictive, probe, batch_size, seed, output, in_dim,
+            out_dim, target_rel_stderr, min_n, max_n, progress (False unless given).
 
     Raises:
         InputError: wrong arguments.
@@ -101,8 +137,8 @@ class Meter:
 
     def __init__(
         self,
-        inputs: Any,
-        n: int = 1000,
+        inputs: SupportsBatch,
+        n: int | None = None,
         *,
         measures: Collection[str] = (),
         x: Any = None,
@@ -114,14 +150,16 @@ class Meter:
         **options: Any,
     ) -> None:
         if unknown := sorted(set(options) - _OPTIONS):
-            raise InputError(f"unknown options {unknown}: choose from {sorted(_OPTIONS)}")
+            known = ", ".join(sorted(_OPTIONS))
+            raise InputError(f"unknown option {', '.join(unknown)}: choose from {known}")
         if on_error not in ("warn", "raise"):
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if dtype != AUTO:
             dtype = autocast_dtype(dtype)
         require_inputs(inputs)
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
-        self.inputs, self.n, self.measures = inputs, count("n", n), tuple(measures)
+        self.inputs, self.measures = inputs, tuple(measures)
+        self.n = all_or(DEFAULT_N, inputs) if n is None else count("n", n)
         self.x, self.y, self.loss, self.init_state = x, y, loss, init_state
         self.dtype, self.on_error, self.options = dtype, on_error, options
         self.batch_size: int | None = options.pop("batch_size", None)
@@ -336,14 +374,14 @@ class Integration:
 
     def __init__(
         self,
-        inputs: Any,
-        n: int,
+        inputs: SupportsBatch,
+        n: int | None,
         every_n_steps: int | None,
         every_n_epochs: int | None,
         prefix: str,
         keep_best: Keep | None = None,
         mode: str = "max",
-        **what: Any,
+        **options: Unpack[MeterOptions],
     ) -> None:
         if every_n_steps is not None and every_n_epochs is not None:
             raise InputError("every_n_steps and every_n_epochs are both given: choose one")
@@ -354,18 +392,23 @@ class Integration:
             None if every_n_epochs is None else count("every_n_epochs", every_n_epochs)
         )
         self.has_schedule = every_n_steps is not None or every_n_epochs is not None
-        self.meter = Meter(inputs, n, **what)
+        self.meter = Meter(inputs, n, **options)
         self.keeper = Keeper(keep_best, mode)
         self.prefix = prefix
         self.last: Reading | None = None
+        self.start: Measurement | None = None  # reading before training began
         self.course: list[Measurement] = []  # readings after training began
 
     def take(self, reading: Reading) -> None:
         """Keep a reading. The trend skips the first if it was taken before training began."""
         before_training = self.last is None and not (reading.step or reading.epoch or self.course)
         self.last = reading
-        if not before_training:
-            self.course.append(Measurement.of(vars(reading.estimate), reading.estimate.per_sample))
+        measured = Measurement.of(vars(reading.estimate), reading.estimate.per_sample)
+        measured = measured._replace(step=reading.step, epoch=reading.epoch)
+        if before_training:
+            self.start = measured
+        else:
+            self.course.append(measured)
 
     def trend(self) -> str:
         """Return the trend of local redundancy since training began, as a sentence.
@@ -376,10 +419,31 @@ class Integration:
         """
         return describe(self.course)
 
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw the readings over the optimizer steps, or over the epochs if no step was counted.
+
+        Args:
+            path: File to write as well, ``.png``, ``.pdf`` or ``.svg``.
+
+        Returns:
+            A matplotlib figure, which notebooks show.
+
+        Raises:
+            InputError: There is no reading yet, or the file cannot be written.
+        """
+        from fastlr.display.figures import save_figure
+        from fastlr.display.plots import course_figure
+
+        figure = course_figure([*([self.start] if self.start else []), *self.course])
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint should hold, for the same bits and the same trend."""
         course = [reading._asdict() for reading in self.course]
-        return {**self.meter.state_dict(), "course": course}
+        start = self.start and self.start._asdict()
+        return {**self.meter.state_dict(), "start": start, "course": course}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`.
@@ -391,14 +455,13 @@ class Integration:
             self.begin_anew(changed)
             return
         self.meter.load_state_dict(state)
-        fields = Measurement._fields
-        self.course = [
-            Measurement(*map(reading.get, fields)) for reading in state.get("course", [])
-        ]
+        start = state.get("start")
+        self.start = None if start is None else Measurement(**start)
+        self.course = [Measurement(**reading) for reading in state.get("course", [])]
 
     def begin_anew(self, changed: Sequence[str]) -> None:
         """Drop the readings so far, with a warning that names what changed."""
-        self.course = []
+        self.start, self.course = None, []
         warn(
             f"the readings of the state were taken with another {', '.join(changed)} and cannot "
             "be compared: the trend and the best reading start again; to resume them, measure "

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from typing_extensions import Unpack
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError, warn
 from fastlr.ghost.model.view import trainable, unwrap
-from fastlr.integrations.measurement import Integration, Keep, Reading, rank
+from fastlr.inputs.base import SupportsBatch
+from fastlr.integrations.measurement import Integration, Keep, MeterOptions, Reading, rank
 from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded
 
@@ -39,7 +41,7 @@ class Monitor(Integration):
     Args:
         model: the model that trains; DDP and torch.compile wrappers are looked through.
         inputs: synthetic inputs, as for `fastlr.estimate`.
-        n: how many of them.
+        n: Number of inputs. The default is 1000, or all of them if there are fewer.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: only where ``measure`` is called.
         log: Function of (values, step) that is called after each measurement, such as
@@ -51,7 +53,7 @@ class Monitor(Integration):
         mode: "max": the best is the largest local redundancy, as in the paper's choice of
             checkpoints; or "min".
         prefix: before each name that is logged, such as "fastlr/".
-        what: measures, x, y, loss, init_state, dtype, on_error, and options of
+        options: measures, x, y, loss, init_state, dtype, on_error, and options of
             `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
@@ -67,12 +69,11 @@ class Monitor(Integration):
 
     Example:
         >>> import torch, fastlr
-        >>> from fastlr.integrations import Monitor
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
         >>> rows = []
         >>> log = lambda values, step: rows.append((step, sorted(values)))
         >>> inputs = fastlr.ShapeImages((3, 8, 8))
-        >>> monitor = Monitor(model, inputs, n=16, every_n_steps=2, log=log)
+        >>> monitor = fastlr.Monitor(model, inputs, n=16, every_n_steps=2, log=log)
         >>> for _ in range(5):
         ...     _ = monitor.step()
         >>> for row in rows:
@@ -84,8 +85,8 @@ class Monitor(Integration):
     def __init__(
         self,
         model: nn.Module,
-        inputs: Any,
-        n: int = 1000,
+        inputs: SupportsBatch,
+        n: int | None = None,
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -93,10 +94,12 @@ class Monitor(Integration):
         keep_best: Keep | None = None,
         mode: str = "max",
         prefix: str = "",
-        **what: Any,
+        **options: Unpack[MeterOptions],
     ) -> None:
         trainable(unwrap(model), shards=True)
-        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what)
+        super().__init__(
+            inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **options
+        )
         if not (log is None or callable(log)):
             raise InputError(f"log must be a function of (values, step), not {type(log).__name__}")
         self.model, self.log = model, log

@@ -365,7 +365,7 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
         if step == 0:
             count = view.sample_count(z)
             if predictive is None:
-                predictive = default_predictive(z.detach(), 0)
+                predictive = default_predictive(z.detach(), 0, x, view.module)
             if labels is None:
                 labels = _labels(x, z.detach(), predictive)
             require_graph(z)
@@ -475,7 +475,8 @@ def curvature_rank(
         with refusals(view, x):
             z = view.forward(copied(x))
         n = view.sample_count(z)
-        predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
+        if predictive is None:
+            predictive = default_predictive(z.detach(), 0, x, view.module)
         v = predictive.cotangent(
             z.detach(), "rademacher", range(n), seed, counted=padding_mask(x, z, 0)
         )

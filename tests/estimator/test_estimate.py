@@ -37,7 +37,7 @@ from fastlr.estimator.estimator import (
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
-from fastlr.inputs import NoiseImages, TensorInputs
+from fastlr.inputs import NoiseImages, TensorInputs, TokenInputs
 
 
 class Normal:
@@ -393,6 +393,8 @@ def test_records():
     assert math.isnan(Estimate.from_dict(one.to_dict()).stderr)
     assert f"{got.value:.6g}" in str(got)
     assert "n = 30" in str(got)
+    assert float(got) == got.value
+    assert repr(got) == f"Estimate(value={got.value:.6g}, stderr={got.stderr:.2g}, n=30)"
     with refused("record"):
         Estimate.from_dict({"value": 1.0})
 
@@ -414,6 +416,50 @@ def test_what_is_no_record_of_an_estimate(change, words):
         Estimate.from_dict(record)
     with refused("not a record of an estimate but of type NoneType: give what"):
         Estimate.from_dict(None)
+
+
+def test_all_of_few_inputs_are_used_by_default():
+    x = torch.randn(64, 6)
+    got = estimate(mlp(3), TensorInputs(x))
+    assert got.n == 64
+    assert got.value == estimate(mlp(3), TensorInputs(x), 64).value
+    assert LocalRedundancy(mlp(3), TensorInputs(torch.zeros(6000, 6))).options.n == 5000
+    assert LocalRedundancy(mlp(3), Normal()).options.n == 5000
+
+
+@mark.parametrize(
+    ("name", "dtype"),
+    [("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32)],
+)
+def test_dtypes_have_the_names_that_torch_gives_them(name, dtype):
+    x, model = TensorInputs(torch.randn(8, 6)), mlp(3)
+    by_name, by_dtype = (estimate(model, x, dtype=given) for given in (name, dtype))
+    assert by_name.value == by_dtype.value
+    assert by_name.dtype == by_dtype.dtype == (None if name == "float32" else name)
+
+
+class Words(nn.Module):
+    """A language model of plain modules, with logits or features at every token."""
+
+    def __init__(self, vocabulary, width, out):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.recurrent = nn.LSTM(width, 8, batch_first=True)
+        self.head = nn.Linear(8, out)
+
+    def forward(self, words):
+        return self.head(self.recurrent(self.embed(words))[0])
+
+
+def test_the_output_of_a_language_model_is_categorical_by_default():
+    torch.manual_seed(0)
+    model, words = Words(11, 4, 11), TokenInputs(11, 5, name=None)
+    got = estimate(model, words, 6)
+    assert got.predictive == "Categorical(dim=-1)"
+    assert got.value == estimate(model, words, 6, predictive=Categorical()).value
+    for other in (Words(11, 4, 7), Words(11, 11, 11)):  # its output may be features
+        with refused(r"pass predictive=fastlr.Categorical\(\) for logits at several positions"):
+            estimate(other, words, 6)
 
 
 def test_bound():
@@ -464,13 +510,14 @@ class Wrong:
     [
         ({"n": 0}, InputError, "n must be"),
         ({"n": True}, InputError, "n must be"),
-        ({"N": 3}, InputError, "'N': the arguments are model, inputs, n, predictive"),
+        ({"N": 3}, TypeError, "unexpected keyword argument 'N'"),
         ({"inputs": DataLoader(range(3))}, InputError, "of a DataLoader its loader.dataset"),
         ({"inputs": TensorInputs(torch.zeros(20))}, InputError, "an axis of samples"),
         ({"probe": "hutchinson"}, InputError, "unknown probe"),
         ({"batch_size": 0}, InputError, "batch_size"),
         ({"seed": -1}, InputError, "seed"),
         ({"dtype": torch.float64}, InputError, "autocast"),
+        ({"dtype": "half"}, InputError, "dtype='half' is no autocast dtype: give 'bfloat16'"),
         ({"device": "cuda"}, InputError, "the model is on cpu"),
         ({"device": "gpu"}, InputError, "device='gpu'.*'cuda'"),
         ({"device": 1.5}, InputError, "device=1.5"),

@@ -15,6 +15,7 @@ from fisher import (
     gaussian_fisher,
 )
 from pytest import mark
+from torch import nn
 from torch.testing import assert_close
 
 from fastlr.errors import NonFiniteError
@@ -307,10 +308,10 @@ def test_what_has_no_cotangent_is_named(given, match):
         (Gaussian, math.nan, "positive"),
         (Gaussian, "1", "number"),
         (lambda mask: Categorical(mask=mask), torch.ones(3), "boolean"),
-        (lambda z: default_predictive(z, 0), torch.zeros(4), "Bernoulli"),
-        (lambda z: default_predictive(z, 0), torch.zeros(4, 1), "Bernoulli"),
-        (lambda z: default_predictive(z, 0), torch.zeros(4, 5, 3), "Categorical"),
-        (lambda z: default_predictive(z, 1), torch.zeros(4, 3), "Categorical"),
+        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4), "Bernoulli"),
+        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4, 1), "Bernoulli"),
+        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4, 5, 3), "Categorical"),
+        (lambda z: default_predictive(z, 1, z, nn.Tanh()), torch.zeros(4, 3), "Categorical"),
     ],
 )
 def test_predictives_that_do_not_fit_are_named(kind, argument, match):

@@ -59,7 +59,8 @@ def compare(old: str, new: str, folder: Path) -> list[str]:
         tree = folder / f"tree-{side}"
         git("worktree", "add", "--quiet", "--detach", str(tree), commit)
         try:
-            (tree / "fastlr" / "kernels").symlink_to(tree / "kernels")
+            if not (tree / "fastlr" / "kernels").exists():  # in commits before the link
+                (tree / "fastlr" / "kernels").symlink_to(tree / "kernels")
             make_runs(tree, folder / side)
         finally:
             git("worktree", "remove", "--force", str(tree))

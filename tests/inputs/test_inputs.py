@@ -313,6 +313,10 @@ def test_tokens_are_uniform():
     assert batch["attention_mask"].dtype == torch.int64
     assert (batch["attention_mask"] == 1).all()
     assert (TokenInputs(1, 3).batch(0, 2)["input_ids"] == 0).all()
+    alone, named = (TokenInputs(9, 3, name=name) for name in (None, "words"))
+    assert torch.equal(alone.batch(0, 4), TokenInputs(9, 3).batch(0, 4)["input_ids"])
+    assert torch.equal(alone.batch(0, 4), named.batch(0, 4)["words"])
+    assert alone.identity(4, 0) == named.identity(4, 0)
 
 
 @mark.parametrize(
@@ -331,6 +335,7 @@ def test_tokens_are_uniform():
         (lambda: GaussianSeries(0), "length"),
         (lambda: GaussianSeries(8, 1.5), "features"),
         (lambda: TokenInputs(0, 8), "vocab_size"),
+        (lambda: TokenInputs(9, 8, True, name=None), "attention_mask=True needs the name"),
         (lambda: TokenInputs(8, True), "length"),
         (lambda: TensorInputs([torch.zeros(3)]), "torch.stack.* pictures .* loader.dataset"),
         (lambda: TensorInputs(3), "Dataset"),

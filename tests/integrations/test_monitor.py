@@ -187,6 +187,43 @@ def test_the_trend_is_of_readings_after_training_began():
     assert trend(meter.course).ratio < 0.5
 
 
+def test_the_plot_has_every_reading_after_a_resumption_too(tmp_path):
+    model = network()
+    meter = monitor(model)
+    with refused("there is no reading to draw yet"):
+        meter.plot()
+    meter.measure()
+    train(model, meter.step)
+    again = monitor(model)
+    again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
+    figures = [meter.plot(tmp_path / "course.png"), again.plot()]
+    lines = [figure.axes[0].lines[0].get_xydata() for figure in figures]
+    assert (lines[0] == lines[1]).all()
+    steps, values = lines[0].T
+    assert list(steps) == [0, 2, 4, 6]
+    assert list(values[1:]) == [reading.value for reading in meter.course]
+    assert values[0] == meter.first["value"]
+    assert figures[0].axes[0].get_xlabel() == "optimizer steps"
+    assert (tmp_path / "course.png").stat().st_size > 1000
+
+
+def test_the_plot_is_over_epochs_if_no_step_was_counted():
+    meter = without_draws(Monitor, network(), INPUTS, N, every_n_epochs=1)
+    for _ in range(3):
+        meter.epoch()
+    axes = meter.plot().axes[0]
+    assert list(axes.lines[0].get_xdata()) == [1, 2, 3]
+    assert axes.get_xlabel() == "epochs"
+
+
+def test_a_reading_prints_as_one_line():
+    meter = monitor(network(), measures=["weight_norm"])
+    reading = meter.measure()
+    text = repr(reading)
+    assert "\n" not in text and len(text) < 200
+    assert f"local_redundancy={reading.value:.6g}" in text and "weight_norm=" in text
+
+
 @mark.parametrize(
     ("changed", "other"),
     [
@@ -280,7 +317,7 @@ def test_a_measurement_that_fails_does_not_end_the_training():
         ({"mode": "best"}, "mode must be"),
         ({"keep_best": "/no/such/folder/best.pt"}, "no folder"),
         ({"log": 3}, "log must be a function"),
-        ({"logger": print}, "unknown options"),
+        ({"logger": print}, "unknown option"),
         ({"on_error": "ignore"}, "on_error"),
         ({"dtype": "fp8"}, "dtype"),
         ({"measures": ["accuracy"]}, "unknown measures"),
@@ -288,7 +325,7 @@ def test_a_measurement_that_fails_does_not_end_the_training():
         ({"measures": ["dormant_ratio"]}, "pass x="),
         ({"measures": ["train_grad_norm"], "x": torch.zeros(2, *INPUTS.size)}, "pass y= and loss="),
         ({"measures": ["distance_from_init"]}, "init_state="),
-        ({"samples": 3}, "unknown options"),
+        ({"samples": 3}, "unknown option"),
     ],
 )
 def test_mistakes_show_at_once(options, match):

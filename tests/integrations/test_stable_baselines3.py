@@ -375,7 +375,7 @@ def test_goes_on_after_load(tmp_path):
     assert [len(monitor.course) for monitor in resumed.monitors.values()] == [5, 5]
     kept, before = (w.monitors["actor"].course[2].value for w in (resumed, watch))
     assert kept == before
-    assert resumed._course_steps["critic"] == [16, 24, 32, 40, 48]
+    assert [reading.step for reading in resumed.monitors["critic"].course] == [16, 24, 32, 40, 48]
     with raises(InputError, match="is there already"):
         AGENTS["ppo"]().learn(8, callback(state_file=file))
     with raises(InputError, match="no state of critic"):

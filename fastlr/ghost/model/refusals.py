@@ -127,7 +127,8 @@ def _of_arguments(model: nn.Module, x: Any, error: Exception) -> str | None:
     if isinstance(x, dict):
         return (
             f"The inputs go by name ({', '.join(x)}), but forward takes ({_parameters(model)}): "
-            "give them under these names, or a plain tensor by fastlr.TensorInputs"
+            "give them under these names, or by position: fastlr.TokenInputs(..., name=None), or "
+            "fastlr.TensorInputs of a tensor"
         )
     if isinstance(x, tuple) and len(x) > 1:
         return (

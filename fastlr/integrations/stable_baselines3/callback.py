@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from torch import nn
+from typing_extensions import Unpack
 
 from fastlr.errors import InputError, few, warn
 from fastlr.estimator.eval_mode import train_flags_kept
 from fastlr.files import read_tensors, save_file
 from fastlr.inputs import TensorInputs
-from fastlr.integrations.measurement import Reading
+from fastlr.integrations.measurement import MeasurementOptions, Reading
 from fastlr.integrations.monitor import Monitor
 from fastlr.integrations.stable_baselines3.networks import Part, networks, shared
 from fastlr.integrations.stable_baselines3.observations import (
@@ -71,12 +71,12 @@ class LocalRedundancyCallback(BaseCallback):
         value_sigma: deviation around values.
         seed: of the observations and the probe.
         verbose: as of any callback of SB3.
-        what: dtype, on_error, and options of `fastlr.LocalRedundancy`; see
+        options: dtype, on_error, and options of `fastlr.LocalRedundancy`; see
             `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading` by "actor" and "critic".
-        monitors: the `fastlr.integrations.Monitor` of each, with its ``trend()``.
+        monitors: the `fastlr.Monitor` of each, with its ``trend()``.
         about: by "actor" and "critic": what is measured, in words.
         seconds: spent measuring.
 
@@ -105,12 +105,12 @@ class LocalRedundancyCallback(BaseCallback):
         value_sigma: float = 1.0,
         seed: int = 0,
         verbose: int = 0,
-        **what: Any,
+        **options: Unpack[MeasurementOptions],
     ) -> None:
         super().__init__(verbose)
         if inputs not in (SPACE, OWN):
             raise InputError(f"inputs must be {SPACE!r} or {OWN!r}, not {inputs!r}")
-        if taken := sorted(_OF_THE_AGENT & set(what)):
+        if taken := sorted(_OF_THE_AGENT & set(options)):
             raise InputError(f"{', '.join(taken)}: leave out what the callback takes of the agent")
         if every_n_steps is not None and every_n_rollouts is not None:
             raise InputError("every_n_steps and every_n_rollouts are both given: choose one")
@@ -124,13 +124,12 @@ class LocalRedundancyCallback(BaseCallback):
             "every_n_epochs": every_n_rollouts,
             "measures": measures,
             "seed": seed,
-            **what,
+            **options,
         }
         self.parts: dict[str, Part] = {}
         self.monitors: dict[str, Monitor] = {}
         self.rollouts = 0
         self._steps_seen = 0
-        self._course_steps: dict[str, list[int]] = {}
         self._observations: dict[str, Any] = {}
         self._actions: Any = None
         self._seen, self._too_few = Seen(n), f"fewer than n={n} observations were seen"
@@ -238,8 +237,6 @@ class LocalRedundancyCallback(BaseCallback):
         reading = monitor.measure()
         if not self.model._n_updates:
             monitor.course.clear()
-        elif reading:
-            self._course_steps[name].append(reading.step)
         return reading
 
     def _log(self, readings: dict[str, Reading]) -> None:
@@ -286,7 +283,6 @@ class LocalRedundancyCallback(BaseCallback):
         for name, part in self.parts.items():
             x = (*tensors, self._actions) if part.takes_actions else tensors
             self.monitors[name] = self._monitor(part.module, TensorInputs(x), part.predictive)
-            self._course_steps[name] = []
 
     def _monitor(self, module: nn.Module, inputs: TensorInputs, predictive: Any) -> Monitor:
         options = {"predictive": predictive, "x": inputs.tensors, **self.options}
@@ -299,7 +295,6 @@ class LocalRedundancyCallback(BaseCallback):
             "actions": self._actions,
             "rollouts": self.rollouts,
             "parts": parts,
-            "course_steps": self._course_steps,
         }
         save_file(path, state)
 
@@ -323,7 +318,4 @@ class LocalRedundancyCallback(BaseCallback):
         self._make_monitors()
         for name, monitor in self.monitors.items():
             monitor.load_state_dict(state["parts"][name])
-            steps = state["course_steps"][name]
-            kept = min(bisect_right(steps, step), len(monitor.course))
-            self._course_steps[name] = steps[:kept]
-            monitor.course = monitor.course[:kept]
+            monitor.course = [reading for reading in monitor.course if reading.step <= step]

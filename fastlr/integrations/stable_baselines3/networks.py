@@ -44,7 +44,7 @@ from fastlr.estimator.predictive import (
 )
 
 ACTOR, CRITIC = "actor", "critic"
-_BY_HAND = "measure its networks by fastlr.integrations.Monitor (docs/guides/training.md)"
+_BY_HAND = "measure its networks by fastlr.Monitor (docs/guides/training.md)"
 
 
 @dataclass(frozen=True)
