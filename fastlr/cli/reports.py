@@ -34,7 +34,7 @@ from fastlr.cli.options import (
     one_of,
     predictive_of,
 )
-from fastlr.errors import InputError
+from fastlr.errors import InputError, few
 from fastlr.files import write_text
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def rank(
         Path | None, typer.Option(help="Draw the ranking (.png, .pdf, .svg).")
     ] = None,
 ) -> None:
-    """Rank CHECKPOINTS by local redundancy, and say whether the best can be told from the next.
+    """Rank CHECKPOINTS by local redundancy, and say whether the largest differs from the next.
 
     All are measured on the same synthetic inputs, so differences are paired.
     --by sets the paper's other strategies of selection beside it (Table 3).
@@ -369,11 +369,16 @@ def rank(
         batch_size=batch_size,
         seed=seed,
     )
-    measured = measure_each(net, paths, {"": (synthetic, n)}, progress=progress_bar, **options)
-    folder, names = _names_in_folder(paths)
-    estimates = {name: by_source[""] for name, by_source in zip(names, measured)}
+    left_out: dict[Path, str] = {}
+    measured = measure_each(
+        net, paths, {"": (synthetic, n)}, progress=progress_bar, left_out=left_out, **options
+    )
+    if len(measured) < 2:
+        raise InputError(f"fewer than two checkpoints can be measured: {_reasons(left_out)}")
+    folder, names = _names_in_folder(list(measured))
+    estimates = {name: by_source[""] for name, by_source in zip(names, measured.values())}
     ranked = ranking(estimates)
-    by_strategy = {name: others.measure(path) for name, path in zip(names, paths)}
+    by_strategy = {name: others.measure(path) for name, path in zip(names, measured)}
     found = picks(estimates, by_strategy, strategies)
     seconds = sum(estimate.seconds for estimate in estimates.values())
     first = estimates[names[0]]
@@ -382,7 +387,8 @@ def rank(
         f"{model}; {first.inputs}, {first.predictive}, probe {first.probe}, seed {first.seed}; "
         f"{seconds:.0f} s on {first.device}{precision}. Checkpoints in {folder}."
     )
-    sheets = [ranking_sheet(ranked, [note])]
+    notes = [f"Left out: {_reasons(left_out)}."] if left_out else []
+    sheets = [ranking_sheet(ranked, [*notes, note])]
     if len(found) > 1:
         sheets.insert(0, strategies_sheet(found))
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
@@ -395,11 +401,16 @@ def rank(
             "model_kwargs": kwargs,
             "classes": classes,
             "folder": folder,
+            "left_out": {str(path): reason for path, reason in left_out.items()},
             "machine": machine(),
         }
         write_json(json_file, {**settings, **ranking_record(ranked), "strategies": found})
         if json_file != "-":
             print(f"json: {json_file}")
+
+
+def _reasons(left_out: Mapping[Path, str]) -> str:
+    return few(left_out.values(), separator="; ")
 
 
 def _names_in_folder(paths: Sequence[Path]) -> tuple[str, list[str]]:

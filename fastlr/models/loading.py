@@ -6,6 +6,7 @@ The models are torchvision's, timm's, Hugging Face's or those of your own functi
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import re
@@ -28,7 +29,15 @@ from fastlr.files import read_tensors
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 RUN = {"version", "steps", "line", "state"}  # of a checkpoint by which a run of fastlr goes on
 SAVE = "save one with torch.save(model.state_dict(), path)"
-PREFIXES = ("module.", "_orig_mod.", "model.")
+# What a folder that transformers has saved holds its weights in, and the two names of peft's.
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+AVERAGED = "n_averaged"  # counter of torch.optim.swa_utils.AveragedModel
 
 
 def load_model(
@@ -57,8 +66,7 @@ def load_model(
         name: What to build, as above.
         weights: Published weights, downloaded by torchvision (``"DEFAULT"`` or the name of an
             entry) or timm (``"DEFAULT"``).
-        checkpoint: A state dict: ``.safetensors``, or anything else that
-            ``torch.load(weights_only=True)`` reads.
+        checkpoint: File or folder, as for `read_checkpoint`.
         num_classes: Size of the output; None keeps the model's own.
         kwargs: Further arguments of the model.
 
@@ -95,17 +103,28 @@ def load_model(
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state dict from ``path`` onto the CPU, without running code that the file may contain.
 
-    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped, and so is the
-    model of a checkpoint that a run of fastlr writes (``checkpoints/last.pt``). Objects of other
-    classes beside it (arguments, numpy's scalars, paths) are neither made nor read.
+    The file is one of torch.save or safetensors. A folder that transformers has saved stands for
+    the weights in it. An index (``model.safetensors.index.json``) stands for the files it names.
+
+    A dictionary under ``state_dict`` (as in Lightning's ``.ckpt``), ``model_state_dict`` or
+    ``model`` is unwrapped, and so is the model of a checkpoint that a run of fastlr writes
+    (``checkpoints/last.pt``). Objects of other classes beside it (arguments, numpy's scalars,
+    paths) are neither made nor read.
 
     Raises:
         InputError: No such file, an unreadable one, or one that holds something else than named
-            tensors.
+            tensors, such as an adapter alone.
     """
-    path = Path(path)
+    path = weights_file(path)
     if not path.is_file():
-        raise InputError(f"checkpoint {path}: no such file")
+        raise InputError(f"checkpoint {path}: no such file, nor a folder with weights")
+    if path.name in ADAPTERS:
+        raise InputError(
+            f"checkpoint {path} holds an adapter alone, not the weights of a model: merge it by "
+            "peft's merge_and_unload(), and save the merged model"
+        )
+    if path.name.endswith(".index.json"):
+        return {k: v for part in _shards(path) for k, v in read_checkpoint(part).items()}
     try:
         state, objects = _content(path)
     except InputError as error:
@@ -123,6 +142,28 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         beside = f" (objects of {few(objects)})" if objects else ""
         raise InputError(f"checkpoint {path}: holds {what}{beside}, not named tensors; {SAVE}")
     return {str(k): v for k, v in state.items()}
+
+
+def weights_file(path: str | os.PathLike[str]) -> Path:
+    """Return the file of weights in a folder that transformers or peft has saved, or the path."""
+    path = Path(path)
+    return next((path / name for name in (*WEIGHTS, *ADAPTERS) if (path / name).is_file()), path)
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, in its folder.
+
+    Raises:
+        InputError: It is no index, or a file is missing.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {index} is no index of weights ({error})") from error
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise InputError(f"checkpoint {index}: no {few(absent)} beside it: copy all of its files")
+    return [index.parent / name for name in names]
 
 
 def _unwrapped(state: Any, path: Path) -> Any:
@@ -171,7 +212,7 @@ def _content(path: Path) -> tuple[Any, list[str]]:
 
 def _unreadable(path: Path, error: Exception) -> str:
     """Say what a file is not, that torch or safetensors did not read."""
-    if isinstance(error, (OSError, MemoryError)):
+    if isinstance(error, (PermissionError, MemoryError)):
         return f"checkpoint {path}: not readable ({first_line(error)})"
     with path.open("rb") as file:
         start = file.read(64)
@@ -199,10 +240,11 @@ def load_state_dict(
 ) -> None:
     """Load ``state`` into ``model``: every name and shape must agree, otherwise nothing is changed.
 
-    A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of
-    torch.compile, ``model.``) is dropped if the model has no such names. BatchNorm's step counters
-    may be missing, and so may names that share their tensor with one that is there (tied weights,
-    which safetensors stores once).
+    A prefix that all names have in common is dropped if more of them are then the model's:
+    ``module.`` of DistributedDataParallel, ``_orig_mod.`` of torch.compile, ``net.`` of a
+    LightningModule. So is the counter of an AveragedModel. BatchNorm's step counters may be
+    missing, and so may names that share their tensor with one that is there (tied weights, which
+    safetensors stores once).
 
     Args:
         model: Changed in place.
@@ -213,13 +255,7 @@ def load_state_dict(
         InputError: Missing or unexpected names or different shapes, all listed.
     """
     wanted = model.state_dict()
-    for prefix in PREFIXES:
-        if (
-            state
-            and all(k.startswith(prefix) for k in state)
-            and not any(k.startswith(prefix) for k in wanted)
-        ):
-            state = {k.removeprefix(prefix): v for k, v in state.items()}
+    state = _without_prefix(state, wanted)
     present = {_storage(wanted[k]) for k in state if k in wanted} - {None}
     absent = [k for k, v in wanted.items() if k not in state and _storage(v) not in present]
     shapes = [
@@ -238,11 +274,26 @@ def load_state_dict(
         reasons = "; ".join(
             f"{len(names)} {what}: {few(names)}" for what, names in wrong.items() if names
         )
-        raise InputError(
-            f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and "
-            "classes"
-        )
-    model.load_state_dict(dict(state), strict=False)
+        remedy = "check the model's name and classes"
+        if re.search(r"-\d+-of-\d+\.", source):
+            remedy = "it is one part of several: give their folder, or its .index.json"
+        elif any(".lora_" in name for name in unexpected):
+            remedy = "merge the adapter (peft's merge_and_unload()), and save the merged model"
+        raise InputError(f"{source} does not fit {type(model).__name__}: {reasons}; {remedy}")
+    model.load_state_dict(state, strict=False)
+
+
+def _without_prefix(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict without the prefix that makes most of its names the wanted ones."""
+    state = {k: v for k, v in state.items() if k != AVERAGED or k in wanted}
+    common = os.path.commonprefix(list(state))
+    prefixes = ["", *(common[: i + 1] for i, letter in enumerate(common) if letter == ".")]
+
+    def fitting(prefix: str) -> int:
+        return sum(name.removeprefix(prefix) in wanted for name in state)
+
+    prefix = max(prefixes, key=fitting)
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def _from_torchvision(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:

@@ -17,6 +17,7 @@ from integration_cases import same_bits
 from pytest import approx, importorskip, mark, raises
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchvision.models import get_model
 from untouched import untouched
 
@@ -138,6 +139,88 @@ def test_checkpoint_with_wrappers_and_prefixes(tmp_path, wrap, prefix):
     assert not same_bits(source, build(2))
     torch.manual_seed(2)
     assert same_bits(source, load_model(NAME, num_classes=2, checkpoint=path))
+
+
+@mark.parametrize("prefix", ["net.", "model.backbone.", "_orig_mod.module."])
+def test_any_prefix_that_all_names_have_is_dropped(prefix):
+    source, model = build(1), build(2)
+    load_state_dict(model, {prefix + k: v for k, v in source.state_dict().items()})
+    assert same_bits(source, model)
+    longer = nn.Sequential(source)  # whose own names begin alike
+    load_state_dict(nn.Sequential(model), longer.state_dict())
+    with refused("1 unexpected: head.weight"):
+        load_state_dict(model, {**source.state_dict(), "head.weight": torch.ones(1)})
+
+
+def test_an_averaged_model_is_a_checkpoint(tmp_path):
+    source, model = build(1), build(2)
+    averaged = AveragedModel(source)
+    averaged.update_parameters(source)
+    torch.save(averaged.state_dict(), tmp_path / "ema.pt")
+    load_state_dict(model, read_checkpoint(tmp_path / "ema.pt"))
+    assert same_bits(source, model)
+    load_state_dict(averaged, averaged.state_dict())
+
+
+def test_a_checkpoint_of_lightning(tmp_path):
+    lightning = importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Linear(width, 2)
+
+        def training_step(self, batch, _):
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 3)))
+    module = Module(3)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **options)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+    model = nn.Linear(3, 2)
+    load_state_dict(model, read_checkpoint(tmp_path / "epoch.ckpt"))
+    assert same_bits(module.net, model)
+
+
+def test_weights_in_several_files(tmp_path):
+    transformers = importorskip("transformers")
+    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+    special = {"bos_token_id": None, "eos_token_id": None}
+    source, model = (
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special)) for _ in range(2)
+    )
+    source.save_pretrained(tmp_path, max_shard_size="4KB")
+    parts = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(parts) > 1
+    with refused("part of several: give their folder, or its .index.json"):
+        load_state_dict(model, read_checkpoint(parts[0]), source=str(parts[0]))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        torch.nn.init.zeros_(model.lm_head.weight)
+        load_state_dict(model, read_checkpoint(path))
+        assert same_bits(source, model)
+    parts[1].unlink()
+    with refused(f"no {parts[1].name} beside it: copy all of its files"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with refused("is no index of weights"):
+        read_checkpoint(tmp_path)
+
+
+def test_an_adapter_alone_is_named(tmp_path):
+    peft = importorskip("peft")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+    adapted.save_pretrained(tmp_path)
+    with refused("holds an adapter alone, .* merge it by peft's merge_and_unload"):
+        read_checkpoint(tmp_path)
+    with refused("merge the adapter"):
+        load_state_dict(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), adapted.state_dict())
 
 
 def test_checkpoint_of_a_run_of_fastlr(tmp_path):

@@ -164,7 +164,8 @@ def measure_checkpoints(
         name: (inputs, n) for name, inputs in synthetic_inputs(real).items()
     }
     sources[REAL] = real.inputs, real.count
-    return measure_each(model, paths, sources, progress=progress, **options)
+    measured = measure_each(model, paths, sources, progress=progress, **options)
+    return list(measured.values())
 
 
 def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:

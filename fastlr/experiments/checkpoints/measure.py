@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 import fastlr
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import FastlrError, InputError, NonFiniteError
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.continual.fields import INPUTS
-from fastlr.models.loading import load_state_dict, read_checkpoint
+from fastlr.models.loading import load_state_dict, read_checkpoint, weights_file
 
 ProgressContext = Callable[[str, int], AbstractContextManager[Any]]
 
@@ -31,9 +31,7 @@ def weight_files(checkpoints: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in checkpoints:
         steps = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder))
-        for folder in steps or [path]:
-            held = [*folder.glob("model.safetensors"), *folder.glob("pytorch_model.bin"), folder]
-            files.append(held[0])
+        files += map(weights_file, steps or [path])
     return files
 
 
@@ -63,8 +61,9 @@ def measure_each(
     sources: Mapping[str, tuple[Any, int]],
     *,
     progress: ProgressContext = no_progress,
+    left_out: dict[Path, str] | None = None,
     **options: Any,
-) -> list[dict[str, Estimate]]:
+) -> dict[Path, dict[str, Estimate]]:
     """Measure local redundancy at each checkpoint, on the same inputs each time.
 
     The estimators are kept from one checkpoint to the next, so that plans are made and proven once.
@@ -75,6 +74,8 @@ def measure_each(
         sources: Name of a measure to its inputs and how many of them.
         progress: (label, total) -> context manager around a measurement, whose value is the
             estimator's ``progress``.
+        left_out: Filled with the reason for each checkpoint that is unreadable, of another model
+            or gives no numbers. None: such a checkpoint is an error.
         options: Of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``,
             ``dtype``.
 
@@ -82,14 +83,13 @@ def measure_each(
         For each checkpoint the estimates by name.
 
     Raises:
-        InputError: A checkpoint that is unreadable or of another model.
-        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a
-            checkpoint gives no numbers.
+        InputError: A checkpoint is unreadable or of another model.
+        ModelError: The model cannot be measured, as for `fastlr.estimate`.
+        NonFiniteError: A checkpoint gives no numbers.
     """
     estimators: dict[str, fastlr.LocalRedundancy] = {}
-    measured = []
-    for number, path in enumerate(paths, 1):
-        load_state_dict(model, read_checkpoint(path), source=str(path))
+
+    def measure(number: int, path: Path) -> dict[str, Estimate]:
         estimates = {}
         for name, (inputs, total) in sources.items():
             label = INPUTS.get(name, name)
@@ -102,5 +102,24 @@ def measure_each(
                 except NonFiniteError as error:
                     where = f"checkpoint {path}, {label}" if label else f"checkpoint {path}"
                     raise NonFiniteError(f"{where}: {error}") from error
-        measured.append(estimates)
+        return estimates
+
+    measured = {}
+    for number, path in enumerate(paths, 1):
+        try:
+            load_state_dict(model, read_checkpoint(path), source=str(path))
+        except InputError as error:
+            _leave_out(path, error, left_out)
+            continue
+        try:
+            measured[path] = measure(number, path)
+        except NonFiniteError as error:
+            _leave_out(path, error, left_out)
     return measured
+
+
+def _leave_out(path: Path, error: FastlrError, left_out: dict[Path, str] | None) -> None:
+    """Note why a checkpoint is not measured, or raise the error."""
+    if left_out is None:
+        raise error
+    left_out[path] = str(error)

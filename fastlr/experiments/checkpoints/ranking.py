@@ -1,4 +1,4 @@
-"""Rank checkpoints by local redundancy, with a test of whether the best differs from the others.
+"""Rank checkpoints by local redundancy, with a test of whether the largest differs from the others.
 
 All estimates are on the same inputs, so two checkpoints are compared by the differences input by
 input, in which what inputs have in common cancels.
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
+
+import torch
 
 from fastlr.errors import InputError
 from fastlr.estimator.result import Estimate, paired_difference
@@ -31,6 +33,7 @@ class PairedTest:
             0.
         p: Two-sided, by the normal distribution.
         adjusted: p after Holm's correction for the number of all pairs.
+        equal: True if both have the same value on every input, as equal weights have.
     """
 
     first: str
@@ -40,6 +43,7 @@ class PairedTest:
     z: float
     p: float
     adjusted: float
+    equal: bool
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Ranking:
 
     Attributes:
         estimates: Name to estimate, the largest first.
-        pairs: Every two of them, in their order: those of the best come first.
-        level: Of significance.
+        pairs: Every two of them, in their order: those of the largest come first.
+        level: Level of significance.
     """
 
     estimates: dict[str, Estimate]
@@ -57,46 +61,46 @@ class Ranking:
     level: float = LEVEL
 
     @property
-    def best(self) -> str:
+    def largest(self) -> str:
         """The checkpoint with the largest local redundancy."""
         return next(iter(self.estimates))
 
-    def against_best(self, name: str) -> PairedTest | None:
-        """The pair of the best and another checkpoint; None for the best itself."""
+    def against_largest(self, name: str) -> PairedTest | None:
+        """The pair of the largest and another checkpoint; None for the largest itself."""
         return next(
-            (pair for pair in self.pairs if (pair.first, pair.second) == (self.best, name)), None
+            (pair for pair in self.pairs if (pair.first, pair.second) == (self.largest, name)), None
         )
 
     @property
     def ties(self) -> list[str]:
-        """The checkpoints that tie with the best: the adjusted p is at least ``level``."""
-        pairs = [pair for name in self.estimates if (pair := self.against_best(name))]
+        """The checkpoints that tie with the largest: the adjusted p is at least ``level``."""
+        pairs = [pair for name in self.estimates if (pair := self.against_largest(name))]
         return [pair.second for pair in pairs if pair.adjusted >= self.level]
 
     @property
-    def next_best(self) -> PairedTest:
-        """The pair of the best and the next."""
+    def next_largest(self) -> PairedTest:
+        """The pair of the largest and the next."""
         return self.pairs[0]
 
     @property
     def distinguishable(self) -> bool:
-        """True if the best can be told from the next."""
-        return self.next_best.adjusted < self.level
+        """True if the largest can be told from the next."""
+        return self.next_largest.adjusted < self.level
 
 
 def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
     """Rank checkpoints by their estimates on the same inputs.
 
     For every two, a paired z test: z is the mean over the n inputs of the difference of the two
-    squared gradient norms over its standard error, p two-sided by the normal distribution. Which
-    one is the best is found on the same inputs, so p is corrected for all k (k - 1) / 2 pairs (Holm
-    1979), not only for those that involve the best: the chance that any two equal checkpoints are
-    told apart is at most ``level``.
+    squared gradient norms over its standard error, p two-sided by the normal distribution. The
+    largest is found on the same inputs, so p is corrected for all k (k - 1) / 2 pairs (Holm 1979),
+    not only for its own: the chance that any two equal checkpoints are told apart is at most
+    ``level``.
 
     Args:
         estimates: Name to estimate, all with the same seed, inputs, n and probe, and with
             per-sample values.
-        level: Of significance.
+        level: Level of significance.
 
     Raises:
         InputError: Fewer than two, estimates that are not paired, or of one input (batch) alone.
@@ -110,7 +114,7 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
         >>> b = torch.nn.Linear(3, 2)
         >>> b.weight.data, b.bias.data = a.weight.data * 5, a.bias.data * 5
         >>> ranked = ranking({"b": fastlr.estimate(b, x, 64), "a": fastlr.estimate(a, x, 64)})
-        >>> ranked.best, ranked.distinguishable, ranked.ties
+        >>> ranked.largest, ranked.distinguishable, ranked.ties
         ('a', True, [])
     """
     if len(estimates) < 2:
@@ -129,8 +133,16 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
             z = difference / stderr
         tests.append((first, second, difference, stderr, z, 2 * NormalDist().cdf(-abs(z))))
     adjusted = _holm([test[-1] for test in tests])
-    pairs = tuple(PairedTest(*test, adjusted=p) for test, p in zip(tests, adjusted))
+    pairs = tuple(
+        PairedTest(*test, p, equal=_equal(estimates[test[0]], estimates[test[1]]))
+        for test, p in zip(tests, adjusted)
+    )
     return Ranking({name: estimates[name] for name in order}, pairs, level)
+
+
+def _equal(a: Estimate, b: Estimate) -> bool:
+    assert a.per_sample is not None and b.per_sample is not None
+    return torch.equal(a.per_sample, b.per_sample) and a.per_parameter == b.per_parameter
 
 
 def _holm(p: list[float]) -> list[float]:

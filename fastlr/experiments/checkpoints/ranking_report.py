@@ -14,28 +14,37 @@ _FEW = 100  # inputs below which a normal distribution of the mean is doubtful
 
 
 def verdict(ranked: Ranking) -> str:
-    """Say whether the best can be told from the next, and which cannot."""
-    following = ranked.next_best
-    p = _p(following.adjusted)
-    numbers = f"z = {following.z:.1f}, adjusted p {p if p.startswith('<') else '= ' + p}"
-    if ranked.distinguishable:
-        others = f"; not told from it, though: {', '.join(ranked.ties)}" if ranked.ties else ""
-        return (
-            f"{ranked.best} is the best, distinguishable from the next, {following.second} "
-            f"({numbers}){others}."
-        )
-    return (
-        f"{ranked.best} has the largest local redundancy, but cannot be told from "
-        f"{', '.join(ranked.ties)} ({numbers} for {following.second})."
-    )
+    """Say which value is the largest, from which it cannot be told, and which are equal."""
+    against = list(filter(None, map(ranked.against_largest, ranked.estimates)))
+    others = [pair for pair in against if not pair.equal]
+    twins = [pair.second for pair in against if pair.equal]
+    text = f"{ranked.largest} has the largest local redundancy"
+    if twins:
+        text = f"{' and '.join([ranked.largest, *twins])} have the largest local redundancy"
+    if others:
+        following = others[0]
+        p = _p(following.adjusted)
+        numbers = f"z = {following.z:.1f}, adjusted p {p if p.startswith('<') else '= ' + p}"
+        ties = ", ".join(pair.second for pair in others if pair.adjusted >= ranked.level)
+        if following.adjusted >= ranked.level:
+            text += f", but cannot be told from {ties} ({numbers} for {following.second})"
+        else:
+            text += f", distinguishable from the next, {following.second} ({numbers})"
+            text += f"; not told from it, though: {ties}" if ties else ""
+    equal = [
+        f"{pair.first} and {pair.second} are equal on every input, as equal weights are."
+        for pair in ranked.pairs
+        if pair.equal
+    ]
+    return " ".join([f"{text}.", *equal])
 
 
 def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
-    """The checkpoints, best first, with the paired difference of the best from each."""
-    n = ranked.estimates[ranked.best].n
+    """The checkpoints, largest first, with the paired difference of the largest from each."""
+    n = ranked.estimates[ranked.largest].n
     rows = []
     for place, (name, estimate) in enumerate(ranked.estimates.items(), 1):
-        pair = ranked.against_best(name)
+        pair = ranked.against_largest(name)
         cells = [DASH] * 3
         if pair is not None:
             cells = [pm(pair.difference, pair.stderr), f"{pair.z:.1f}", _p(pair.adjusted)]
@@ -43,28 +52,29 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
     pairs = "the one pair" if len(ranked.pairs) == 1 else f"all {len(ranked.pairs)} pairs"
     texts = [
         verdict(ranked),
-        f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
+        f"Largest minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
         "its standard error. p: two-sided by the normal distribution, Holm's correction for "
-        f"{pairs} of {len(ranked.estimates)} checkpoints, as the best was found on the same "
+        f"{pairs} of {len(ranked.estimates)} checkpoints, as the largest was found on the same "
         f"inputs; distinguishable: p < {ranked.level:g}.",
-        "The errors are over inputs: they say how well these checkpoints are measured, not what "
-        "another training would give.",
+        "The ranking cannot decide which checkpoint will learn a new task best: in our own runs "
+        "the lowest validation loss chose as well or better. Nor does it say what another training "
+        "would give, as the errors are over inputs alone.",
     ]
     if n < _FEW:
         texts.append(
             f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: "
             "take more."
         )
-    columns = ("checkpoint", "rank", "local redundancy", "best minus", "z", "p")
+    columns = ("checkpoint", "rank", "local redundancy", "largest minus", "z", "p")
     title = "Checkpoints by local redundancy"
     return Sheet("ranking", title, columns, rows, [*texts, *notes])
 
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:
-    """The ranking for JSON: best, verdict, every estimate and every pair."""
+    """The ranking for JSON: the largest, verdict, every estimate and every pair."""
     estimates = ranked.estimates.items()
     return {
-        "best": ranked.best,
+        "largest": ranked.largest,
         "distinguishable": ranked.distinguishable,
         "ties": ranked.ties,
         "verdict": verdict(ranked),
@@ -76,15 +86,15 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
 
 
 def ranking_chart(ranked: Ranking) -> Any:
-    """Draw each checkpoint's local redundancy, best first, and its paired difference from the best.
+    """Draw each checkpoint's local redundancy, and its paired difference from the largest.
 
-    The intervals are of 95 %.
+    The largest comes first. The intervals are of 95 %.
     """
     names = list(ranked.estimates)
     figure, (left, right) = new_figure((9, 1.5 + 0.32 * len(names)), 1, 2, sharey=True)
     for y, (name, estimate) in enumerate(ranked.estimates.items()):
         _interval(left, y, estimate.value, estimate.stderr, COLOURS[0])
-        pair = ranked.against_best(name)
+        pair = ranked.against_largest(name)
         if pair is not None:
             colour = COLOURS[0] if pair.adjusted < ranked.level else COLOURS[1]
             _interval(right, y, pair.difference, pair.stderr, colour)
@@ -93,11 +103,11 @@ def ranking_chart(ranked: Ranking) -> Any:
     left.set_ylim(len(names) - 0.5, -0.5)
     inputs = ranked.estimates[names[0]].n
     style_rows(left, f"local redundancy, n = {inputs} inputs (± 1.96 standard errors)", fontsize=8)
-    text = f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"
+    text = f"largest ({names[0]}) minus this one, paired (± 1.96 standard errors)"
     style_rows(right, text, fontsize=8)
     for axes in (left, right):
         axes.tick_params(axis="y", length=0)
-    title = "Checkpoints by local redundancy; orange: not distinguishable from the best"
+    title = "Checkpoints by local redundancy; orange: not distinguishable from the largest"
     title_of_all(figure, title)
     return figure
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +67,8 @@ def test_pairs_are_compared_input_by_input():
     values = {"a": common + noise[0], "b": common + 1 + noise[1], "c": common + 0.01 + noise[0]}
     found = ranking({name: estimate(v) for name, v in values.items()})
     assert list(found.estimates) == ["b", "c", "a"]
-    assert found.best == "b"
-    pair = found.against_best("c")
+    assert found.largest == "b"
+    pair = found.against_largest("c")
     delta = values["b"] - values["c"]
     assert pair.difference == approx(float(delta.mean()))
     assert pair.second == "c"
@@ -90,7 +91,7 @@ def test_equal_checkpoints_are_told_apart_once_in_twenty_times():
         values = torch.randn(4, 60, generator=generator, dtype=torch.float64)
         found = ranking({str(i): estimate(v) for i, v in enumerate(values)})
         told += any(pair.adjusted < 0.05 for pair in found.pairs)
-        assert found.best not in found.ties
+        assert found.largest not in found.ties
         assert set(found.ties) <= set(found.estimates)
     assert told / studies < 0.05 + 3 * math.sqrt(0.05 * 0.95 / studies)
     assert told > 0
@@ -104,8 +105,8 @@ def test_what_is_said_of_ties():
     assert found.ties == ["twin"]
     assert not found.distinguishable
     assert verdict(found) == (
-        "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p "
-        "= 1 for twin)."
+        "one and twin have the largest local redundancy, distinguishable from the next, low (z = "
+        "12.4, adjusted p <0.0001). one and twin are equal on every input, as equal weights are."
     )
     text = ranking_sheet(found).markdown()
     assert "Holm's correction for all 3 pairs of 3 checkpoints" in text
@@ -119,6 +120,33 @@ def test_a_checkpoint_without_numbers_is_named(tmp_path):
     torch.save({"weight": torch.full((2, 3), math.nan), "bias": torch.zeros(2)}, tmp_path / "a.pt")
     with refused("^checkpoint .*a.pt: the model's output", NonFiniteError):
         measure_each(model, [tmp_path / "a.pt"], {"": (inputs, 4)})
+
+
+def test_the_largest_is_not_called_the_best():
+    values = torch.arange(1.0, 51.0)
+    text = ranking_sheet(ranking({"a": estimate(values), "b": estimate(values / 2)})).markdown()
+    assert "a has the largest local redundancy, distinguishable from the next, b" in text
+    assert "cannot decide which checkpoint will learn a new task best" in text
+    assert text.count("best") == 1
+
+
+def test_unreadable_checkpoints_are_named_and_the_others_ranked(checkpoints, tmp_path, cli):
+    damaged, other, diverged = (tmp_path / f"{name}.pt" for name in ("damaged", "other", "nan"))
+    damaged.write_bytes(checkpoints["first"].read_bytes()[:-200])
+    torch.save(nn.Linear(2, 2).state_dict(), other)
+    state = torch.load(checkpoints["first"], weights_only=True)
+    torch.save({name: value * math.nan for name, value in state.items()}, diverged)
+    record = tmp_path / "rank.json"
+    line = f"rank --model test_rank:flat_net --size 8 -n 8 --json {record}"
+    out = cli(line, damaged, *checkpoints.values(), other, diverged).out
+    found = json.loads(record.read_text())
+    assert set(found["left_out"]) == {str(damaged), str(other), str(diverged)}
+    assert len(found["ranking"]) == 3
+    said = " ".join(out.split())
+    for reason in ("damaged or incomplete zip file", "does not fit Sequential", "not finite"):
+        assert reason in said
+    few = "fewer than two checkpoints can be measured: .*damaged"
+    assert re.search(few, cli(line, damaged, checkpoints["first"], code=2).err)
 
 
 def test_estimates_that_are_not_paired_are_refused():
@@ -142,7 +170,7 @@ def test_the_command(checkpoints, tmp_path, cli):
     found = json.loads(record.read_text())
     ordered = [entry["value"] for entry in found["ranking"]]
     assert ordered == sorted(ordered, reverse=True)
-    assert found["best"] == found["ranking"][0]["checkpoint"]
+    assert found["largest"] == found["ranking"][0]["checkpoint"]
     values = {entry["checkpoint"]: entry for entry in found["ranking"]}
     for name, path in checkpoints.items():
         model = flat_net()
