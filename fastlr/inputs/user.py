@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
-from fastlr.ghost.model.batch import require_pickable
+from fastlr.ghost.model.batch import FLAT_IDS, refuse_packed, require_pickable
 from fastlr.inputs.base import Batch, Inputs
 from fastlr.ops.objects import number, version
 from fastlr.ops.torch_private import tree_map_only
@@ -53,6 +53,7 @@ class TensorInputs(Inputs):
             raise InputError(f"in_dim must be an integer, got {in_dim!r}")
         self.tensors, self.in_dim, self.item = tensors, in_dim, item
         self.dataset: Any = None
+        refuse_packed(tensors)
         self._hashes: dict[int, tuple[list, str]] = {}  # samples -> the tensors' versions, the hash
         if isinstance(tensors, (Tensor, tuple, Mapping)):
             if item is not None:
@@ -169,8 +170,11 @@ class TensorInputs(Inputs):
             raise InputError("no tensor among the inputs: TensorInputs needs at least one")
         batched = set(lengths.values()) - {1} or {1}
         if len(batched) > 1:
+            held = [value for _, value in _leaves(tensors) if isinstance(value, Tensor)]
+            are_flat = all(t.ndim == 1 and not t.is_floating_point() for t in held)
             raise InputError(
-                f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}"
+                f"the tensors have different numbers of samples along axis {self.in_dim}: "
+                f"{lengths}{f'; {FLAT_IDS}' if are_flat else ''}"
             )
         return batched.pop()
 

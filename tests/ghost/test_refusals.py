@@ -211,3 +211,115 @@ def test_a_precision_that_torch_lacks_is_named():
         fastlr.estimate(model, inputs, n=6, dtype="bf16", batch_size=3)
     with pytest.raises(fastlr.InputError, match=wanted), torch.autocast("cpu", torch.bfloat16):
         fastlr.per_sample_grad_sq_norms(model, torch.randn(6, 3), torch.randn(6, 2))
+
+
+def test_the_hooks_of_opacus_are_named():
+    opacus = pytest.importorskip("opacus")
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = opacus.GradSampleModule(plain)
+    with refused(r"Opacus' GradSampleModule, .*: call disable_hooks\(\) before", ModelError):
+        fastlr.estimate(model, TensorInputs(X), 8)
+    model.disable_hooks()
+    x = TensorInputs(torch.randn(8, 6))
+    within = fastlr.estimate(model, x)
+    model.to_standard_module()
+    assert within.value == pytest.approx(fastlr.estimate(plain, x).value, rel=1e-6)
+
+
+class Bag(nn.Module):
+    """Words of a sample are a part of all ids, from its offset on."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 6, padding_idx=0)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids, offsets=None):
+        return self.head(self.bag(ids, offsets))
+
+
+def test_flat_ids_of_bags_are_named():
+    ids, offsets = torch.randint(1, 20, (40,)), torch.arange(0, 40, 5)
+    remedy = r"flat ids with offsets .*: give ids \[B, L\], padded with its padding_idx"
+    with refused(f"different numbers of samples .*{remedy}"):
+        TensorInputs((ids, offsets))
+    with refused(f"fails on parts of the 8 samples .*{remedy}"):
+        fastlr.per_sample_grad_sq_norms(Bag(), (ids, offsets), torch.randn(8, 3))
+    padded = TensorInputs(nn.functional.pad(ids.view(8, 5), (0, 2)))
+    assert fastlr.estimate(Bag(), padded).n == 8
+
+
+def test_batch_norm_without_running_statistics_is_named():
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)
+    model, x = nn.Sequential(*layers), TensorInputs(torch.randn(8, 6))
+    remedy = "no running statistics: train it with track_running_stats=True, or use nn.GroupNorm"
+    with refused(rf"module 1 \(BatchNorm1d\), which has {remedy}", fastlr.InteractionError):
+        fastlr.estimate(model, x)
+    with refused(f"more than 1 value per channel .*{remedy}"):
+        fastlr.estimate(model, x, batch_size=1)
+
+
+class Centred(TakesX):
+    def forward(self, x):
+        z = super().forward(x)
+        return z - 0.5 * z.mean(0)
+
+
+def test_a_model_that_mixes_samples_by_nature_is_measured_on_single_ones():
+    model, x = Centred(), TensorInputs(torch.randn(8, 6))
+    with refused(r"samples interact.*one sample at a time.*batch_size=1", fastlr.InteractionError):
+        fastlr.estimate(model, x)
+    halved = TakesX()  # as the model is for a single sample, its own mean
+    halved.linear.load_state_dict({k: v / 2 for k, v in model.linear.state_dict().items()})
+    alone, truth = (fastlr.estimate(m, x, batch_size=1).value for m in (model, halved))
+    assert alone == pytest.approx(truth / 4, rel=1e-5)
+
+
+def test_packed_sequences_are_named():
+    x, lengths = torch.randn(4, 5, 6), torch.tensor([5, 4, 2, 1])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    remedy = "padded sequences and their lengths .* pack them in the model's forward"
+    for inputs in (packed, (packed, lengths), {"x": packed}):
+        with refused(remedy):
+            TensorInputs(inputs)
+        with refused(remedy):
+            fastlr.per_sample_grad_sq_norms(TakesX(), inputs, torch.randn(4, 3))
+
+
+def test_adapter_names_are_named():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=9, intermediate_size=8, **sizes)
+    model = transformers.BertForSequenceClassification(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"]))
+    batch = {"input_ids": torch.randint(9, (4, 5)), "adapter_names": ["default"] * 4}
+    remedy = r"measure the samples of each adapter apart, after model.set_adapter\(name\)"
+    with refused(remedy):
+        fastlr.estimate(model, TensorInputs(batch))
+    with refused(remedy):
+        fastlr.per_sample_grad_sq_norms(model, batch, torch.randn(4, 2))
+
+
+@mark.parametrize("make", [ShapeImages, NoiseImages, lambda seed: TokenInputs(5, 3, seed=seed)])
+def test_inputs_have_no_seed(make):
+    with refused("has no seed, .*: pass seed= to fastlr.estimate"):
+        make(seed=1)
+
+
+@mark.parametrize(
+    ("spoil", "where"),
+    [
+        (lambda m: m[2].weight.data[0].fill_(torch.nan), r"2 \(Linear\), whose weight is not"),
+        (lambda m: m[2].weight.data.fill_(3e38), r"2 \(Linear\)$"),
+        (lambda m: m[0][0].bias.data.fill_(torch.inf), r"0.0 \(Linear\), whose bias is not"),
+        (lambda m: m[0][0].weight.data.fill_(-torch.inf), r"0.0 \(Linear\)"),
+    ],
+)
+def test_the_first_module_that_is_not_finite_is_named(spoil, where):
+    layers = nn.Sequential(nn.Linear(6, 4), nn.Identity()), nn.Softplus(), nn.Linear(4, 3)
+    model = nn.Sequential(*layers)
+    spoil(model)
+    for _ in range(2):
+        with refused(f"not a number, first in module {where}", fastlr.NonFiniteError):
+            fastlr.estimate(model, TensorInputs(torch.randn(8, 6)))
+    assert not any(module._forward_hooks for module in model.modules())

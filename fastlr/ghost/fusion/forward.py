@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from fastlr.errors import NonFiniteError
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph.walk import Graph, walk
 from fastlr.ghost.model.batch import Batch, along, copied
+from fastlr.ghost.model.non_finite import first_module_not_finite
 from fastlr.ghost.model.view import ModelView, require_graph
 from fastlr.ghost.model.writes import passes_have_written
 from fastlr.ops.cudnn import cudnn_as_user_set
@@ -55,7 +56,7 @@ class ForwardPass:
         """
         z = _output(view, folding, x)
         count = view.sample_count(z)
-        require_finite(z)
+        require_finite(z, lambda: first_module_not_finite(view, x))
         require_graph(z)
         graph = walk(z, view.parameters)
         return ForwardPass(view, folding, x, z, count, graph, folding.blocks.has_folded)
@@ -109,8 +110,8 @@ def run_folded(view: ModelView, folding: Folding, x: Any) -> Tensor:
     return z
 
 
-def require_finite(z: Tensor) -> None:
-    """Refuse an output that is not finite.
+def require_finite(z: Tensor, where: Callable[[], str] = str) -> None:
+    """Refuse an output that is not finite, and say where that begins.
 
     Minus infinity is allowed: it is a logit that classes may have.
     """
@@ -118,6 +119,6 @@ def require_finite(z: Tensor) -> None:
         refuse_beyond(
             z.detach().amax(),
             lambda: NonFiniteError(
-                "the model's output has infinite values or values that are not a number"
+                "the model's output has infinite values or values that are not a number" + where()
             ),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from fastlr.errors import InputError
 from fastlr.ops.objects import PLAIN
@@ -18,6 +19,7 @@ def as_inputs(x: Any) -> Any:
 
     So no input takes part in the graph.
     """
+    refuse_packed(x)
     if isinstance(x, Mapping) and not isinstance(x, dict):
         x = dict(x)
     if isinstance(x, list):
@@ -86,6 +88,23 @@ def along(x: Any, count: int, in_dim: int) -> list[int]:
         for i, t in leaves
         if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
     ]
+
+
+# Remedy for inputs of nn.EmbeddingBag.
+FLAT_IDS = (
+    "flat ids with offsets (nn.EmbeddingBag) have no row for each sample: give ids [B, L], padded "
+    "with its padding_idx"
+)
+
+
+def refuse_packed(x: Any) -> None:
+    """Raise InputError for a PackedSequence, or for inputs that hold one."""
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    if any(isinstance(value, PackedSequence) for value in (x, *values)):
+        raise InputError(
+            "a PackedSequence holds the steps of all samples together, so none can be picked: give "
+            "the padded sequences and their lengths as inputs, and pack them in the model's forward"
+        )
 
 
 def require_pickable(tensor: Tensor, name: str) -> None:

@@ -32,6 +32,10 @@ _OF_SHAPES = (
     "element",
 )
 
+NORMS_OF_ONE_SAMPLE = (
+    "train it with track_running_stats=True, or use nn.GroupNorm, which norms each sample alone"
+)
+
 
 @contextmanager
 def refusals(view: ModelView, x: Any) -> Iterator[None]:
@@ -109,6 +113,13 @@ def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
         return (
             "Build and load the model outside of torch.inference_mode(), whose tensors autograd "
             "refuses"
+        )
+    if "more than 1 value per channel" in str(error):
+        return f"A batch norm has no running statistics: {NORMS_OF_ONE_SAMPLE}"
+    if isinstance(x, dict) and "adapter_names" in x:
+        return (
+            "adapter_names is no tensor, so its samples cannot be picked: measure the samples of "
+            "each adapter apart, after model.set_adapter(name)"
         )
     remedy = _of_arguments(model, x, error) or _of_tokens(model, x, error)
     remedy = remedy or _of_dtypes(model, x, error)

@@ -50,6 +50,12 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "which fastlr measures, or measure the unwrapped model with its full state dict "
                 "loaded"
             )
+        if hasattr(model, "disable_hooks") and getattr(model, "hooks_enabled", False):
+            raise ModelError(
+                f"the model is Opacus' {type(model).__name__}, whose hooks take part in every "
+                "backward pass: call disable_hooks() before the measurement, and enable_hooks() "
+                "after it"
+            )
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
             model = compiled

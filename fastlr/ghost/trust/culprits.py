@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from fastlr.errors import InteractionError, RandomForwardError
 from fastlr.ghost.fusion.recurrent import Unfused
 from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.refusals import NORMS_OF_ONE_SAMPLE
 from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ghost.trust.agreement import agree, rounding
 from fastlr.ghost.trust.company import BatchOutput
+
+OR_ONE_SAMPLE = (
+    "or measure the model on one sample at a time, if that is what it is for: fastlr.estimate(..., "
+    "batch_size=1)"
+)
 
 
 def require_not_random(view: ModelView, samples: Batch) -> BatchOutput:
@@ -71,12 +77,14 @@ def _interaction_message(together: BatchOutput) -> str:
         )
     name = _first_changed_module(together)
     if name is None:
-        return f"{message}. Make the forward pass work on each sample alone"
+        return f"{message}. Make the forward pass work on each sample alone, {OR_ONE_SAMPLE}"
     module = together.view.module.get_submodule(name)
     message += f", first seen in module {name} ({type(module).__name__})"
+    if getattr(module, "track_running_stats", True) is False:
+        return f"{message}, which has no running statistics: {NORMS_OF_ONE_SAMPLE}"
     if module.training and "Norm" in type(module).__name__:
         return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
-    return f"{message}. Make it work on each sample alone"
+    return f"{message}. Make it work on each sample alone, {OR_ONE_SAMPLE}"
 
 
 def _gives_more_in_a_larger_batch(together: BatchOutput) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from fastlr.errors import (
     FastlrError,
@@ -19,7 +20,7 @@ from fastlr.errors import (
     warn,
 )
 from fastlr.ghost.fusion.forward import ForwardPass
-from fastlr.ghost.model.batch import Batch
+from fastlr.ghost.model.batch import FLAT_IDS, Batch
 from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.model.writes import passes_have_written
 from fastlr.ghost.trust.audits import SAMPLES, Refuted
@@ -119,10 +120,14 @@ class Independence:
             differs = True
         if differs:
             raise self.interaction_error(forward)
+        remedy = (
+            f"check in_dim={forward.view.in_dim}, or pass inputs whose every batched tensor has "
+            "the samples along it"
+        )
+        if any(isinstance(module, nn.EmbeddingBag) for module in forward.view.module.modules()):
+            remedy = FLAT_IDS
         raise InputError(
-            f"the model fails on parts of the {forward.count} samples ({failures[0]}); check "
-            f"in_dim={forward.view.in_dim}, or pass inputs whose every batched tensor has the "
-            "samples along it"
+            f"the model fails on parts of the {forward.count} samples ({failures[0]}); {remedy}"
         )
 
     def _is_same_in_other_company(

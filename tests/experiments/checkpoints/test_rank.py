@@ -143,7 +143,7 @@ def test_unreadable_checkpoints_are_named_and_the_others_ranked(checkpoints, tmp
     assert set(found["left_out"]) == {str(damaged), str(other), str(diverged)}
     assert len(found["ranking"]) == 3
     said = " ".join(out.split())
-    for reason in ("damaged or incomplete zip file", "does not fit Sequential", "not finite"):
+    for reason in ("damaged or incomplete zip file", "does not fit Sequential", "not a number"):
         assert reason in said
     few = "fewer than two checkpoints can be measured: .*damaged"
     assert re.search(few, cli(line, damaged, checkpoints["first"], code=2).err)
