@@ -24,6 +24,7 @@ NETWORKS = {"mobilenet_v3_large": 2, "resnet18": 1000, "vit_b_16": 1000}  # and 
 # Of a sample's squared norm; in float32, ReLUs whose input is zero within rounding move it by 1e-4.
 TOLERANCE = 2e-2
 CHECKED = 2
+README_BATCH, README_SIZE = 16, 224  # of the table in README
 
 
 def true_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
@@ -143,6 +144,13 @@ def run(
     Compare(measurements).print()
     for row in rows:
         console.print(f"{row['network']}: {row['ratio']:.2f} of a plain pass", highlight=False)
+    if place.type == "cpu":
+        console.print(
+            f"These are not README's ratios, which are for {README_BATCH} images of "
+            f"{README_SIZE}x{README_SIZE}: with {batch} of {size}x{size}, the fixed cost of each "
+            "layer weighs more. make bench-peers repeats README's table.",
+            highlight=False,
+        )
     if json_file is not None:
         about = {
             "fastlr": fastlr.__version__,

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastlr.cli.commands import Command, CommandGroup
 from fastlr.display.record import count_bars, counted
 from fastlr.errors import FastlrError, few
 
@@ -16,52 +17,57 @@ if TYPE_CHECKING:
     from fastlr.experiments.data import ImageStore
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
-    help="Image stores: prepare one from a folder, look into one.",
+    help="Prepare an image store from a folder, or look into one.",
 )
 _SHOWN = 10  # left-out images that are named on the screen; the index names all
 
 
-@app.command()
+@app.command(cls=Command)
 def prepare(
     source: Annotated[
         Path,
-        typer.Argument(help="Folder: train/<class>/*.JPEG, <class>/*.png or <class>.npy."),
+        typer.Argument(
+            help="Folder of images: train/<class>/*.JPEG, <class>/*.png or <class>.npy."
+        ),
     ],
     out: Annotated[
         Path, typer.Argument(help="Folder of the store; an interrupted one is continued.")
     ],
     size: Annotated[
-        int | None, typer.Option(help="Height and width; without it 64, for .npy files their own.")
+        int | None,
+        typer.Option(
+            help="Height and width of the stored images; default: 64, or their own for .npy files."
+        ),
     ] = None,
     resize: Annotated[
         str | None,
         typer.Option(
-            help="squash: both sides to the size, as in the paper; crop: the shorter side, "
-            "then the centre. Without it "
-            "squash, for a store that is there its own."
+            help="Way of resizing: squash (both sides, as in the paper) or crop (the shorter side, "
+            "then the centre); default: squash, or that of a store that exists."
         ),
     ] = None,
     layout: Annotated[
-        str, typer.Option("--format", help="auto, imagenet, folder or npy.")
+        str, typer.Option("--format", help="Layout of SOURCE: auto, imagenet, folder or npy.")
     ] = "auto",
     workers: Annotated[
-        int | None, typer.Option(help="Decoding threads; without it, one a core.")
+        int | None, typer.Option(help="Number of decoding threads; default: one per core.")
     ] = None,
     limit_classes: Annotated[
-        str | None, typer.Option(help="A number of classes, or names with commas.")
+        str | None, typer.Option(help="Classes to take: a number, or names separated by commas.")
     ] = None,
     test_fraction: Annotated[
-        float, typer.Option(help="Held out of each class where there is no split.")
+        float, typer.Option(help="Share of each class to hold out where SOURCE has no split.")
     ] = 0.2,
     npy_train: Annotated[
-        int, typer.Option(help="Training images of each .npy file, from the first.")
+        int, typer.Option(help="Number of training images of each .npy file, from the first.")
     ] = 600,
-    seed: Annotated[int, typer.Option(help="Of the held-out images.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the held-out images.")] = 0,
 ) -> None:
     """Turn SOURCE into one memory-mapped store of uint8 images, in OUT.
 
-    Run it again to continue, check or mend it.
+    Run it again to continue, check or repair the store.
     """
     from fastlr.experiments.data import prepare as make
 
@@ -82,14 +88,14 @@ def prepare(
     _print_summary(store)
 
 
-@app.command()
+@app.command(cls=Command)
 def info(
     store: Annotated[Path, typer.Argument(help="Folder of a store.")],
     check: Annotated[
         bool, typer.Option("--check", help="Read everything and compare the checksums.")
     ] = False,
 ) -> None:
-    """Say what is in STORE."""
+    """Show what is in STORE."""
     from fastlr.experiments.data import ImageStore
     from fastlr.experiments.data.prepare import counter
 

@@ -59,7 +59,7 @@ def run(
 
     Args:
         output: Folder of the runs (in ``runs``) and of the report (in ``report``); made if needed.
-        seed: Of the network, the labels, the training and the synthetic images.
+        seed: Seed of the network, the labels, the training and the synthetic images.
         settings: Options of both runs that differ from the preset's.
         console: Where to print; stdout if None.
 

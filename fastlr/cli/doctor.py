@@ -56,9 +56,14 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything that fastlr can use; never raises: a check that fails is a finding."""
     checks: dict[str, Callable[[], Finding]] = {"python": _python}
-    checks |= {name: partial(_package, name, *told) for name, told in WANTED.items()}
+    checks |= {
+        name: partial(_package, name, *cost_and_remedy) for name, cost_and_remedy in WANTED.items()
+    }
     checks |= {"GPU": _gpu, "fastlr._C": _extension}
-    checks |= {name: partial(_package, name, *told) for name, told in OPTIONAL.items()}
+    checks |= {
+        name: partial(_package, name, *cost_and_remedy)
+        for name, cost_and_remedy in OPTIONAL.items()
+    }
     findings = []
     for name, check in checks.items():
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from fastlr.cli.commands import Command
 from fastlr.cli.progress import RunBoard, progress
 from fastlr.cli.settings import given_settings, print_capacity, print_options
 from fastlr.errors import InputError, Interrupted
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="An option of the run, such as seed=3; may be repeated."
+        "--set", metavar="KEY=VALUE", help="Option of the run, such as seed=3; may be repeated."
     ),
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run, or runs, in the folder.")
-]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run or runs in the folder.")]
 TensorBoard = Annotated[
     bool,
     typer.Option(
-        "--tensorboard", help="Also write the records for TensorBoard, in the run's folder."
+        "--tensorboard", help="Write the records for TensorBoard, too, in the run's folder."
     ),
 ]
 
 
-class ContinualCommand(TyperCommand):
+class ContinualCommand(Command):
     """``fastlr continual``: at the end of its help, the interventions and what they declare."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -59,7 +57,7 @@ def experiment_command(
     """Return the function that typer turns into the command of an experiment, by its signature.
 
     Args:
-        name: Of the command and of its driver.
+        name: Name of the command and of its driver.
         summary: The line of its help.
         presets: The help of its preset.
         extra: The type and the help of each setting that has an option here, beside the options
@@ -71,23 +69,24 @@ def experiment_command(
         preset: str | None = None,
         out: Annotated[
             Path | None,
-            typer.Option(help="Folder of the run, new or empty (with --resume, the run's)."),
+            typer.Option(help="Folder of the run, new or empty; with --resume an old one."),
         ] = None,
         settings: Settings = None,
         seed: Annotated[
-            int | None, typer.Option(help="Of all that is random: --set seed=.")
+            int | None, typer.Option(help="Seed of the whole run (--set seed=).")
         ] = None,
         seeds: Annotated[
             int | None,
             typer.Option(
-                help="Run so many seeds, from --seed on, each in a folder of its own in --out."
+                help="Number of seeds to run, from --seed on, each in a folder of its own in --out."
             ),
         ] = None,
         at_once: Annotated[
             int | None,
             typer.Option(
                 help=(
-                    "With --seeds: how many at a time; else 4 a GPU, or one a core with one thread."
+                    "Number of runs at a time, with --seeds; default: 4 per GPU, or one per core "
+                    "with one thread."
                 )
             ),
         ] = None,
@@ -96,7 +95,7 @@ def experiment_command(
         options: Annotated[
             bool,
             typer.Option(
-                "--options", help="Print every option, its value and its choices; run nothing."
+                "--options", help="Print every option, its value and its choices, and run nothing."
             ),
         ] = False,
         **named: Any,
@@ -156,45 +155,50 @@ continual = experiment_command(
     "continual",
     "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a "
     "set of options.",
-    "paper, table5, dohare32, tiny, small or demo; without it, paper.",
+    "Set of options: paper, table5, dohare32, tiny, small or demo; default: paper.",
     data=(
         str,
-        "Folder of an image store, or synthetic, random-labels, random-labels-digits, "
+        "Data: folder of an image store, or synthetic, random-labels, random-labels-digits, "
         "permuted-digits or fresh-digits.",
     ),
-    tasks=(int, "How many, in all: --set tasks=."),
+    tasks=(int, "Number of tasks (--set tasks=)."),
 )
 transfer = experiment_command(
     "transfer",
     "Pretrain a forecaster, select checkpoints by several strategies, fine-tune them; PRESET "
     "names a set of options.",
-    "paper, small or demo; without it, paper.",
+    "Set of options: paper, small or demo; default: paper.",
     source=(str, "Series to pretrain on: a CSV file, its name in FASTLR_DATA, generated:SEED."),
-    target=(str, "Series to fine-tune on, likewise."),
+    target=(str, "Series to fine-tune on: a CSV file, its name in FASTLR_DATA, generated:SEED."),
 )
 memorize = experiment_command(
     "memorize",
     "Train on random targets and say how many bits a parameter takes up; PRESET names a set of "
     "options.",
-    "vision, series, vision-small or series-small; without it, vision. With --inputs, a model.",
-    epochs=(int, "How many, in all: --set epochs=."),
+    "Set of options: vision, series, vision-small or series-small; default: vision. A model, with "
+    "--inputs.",
+    epochs=(int, "Number of epochs (--set epochs=)."),
     inputs=(
         list[str],
-        "Print the capacity of a model on shapes, noise, series or package.module:function (all "
-        "in one batch), and on each where it is given several times; with --set n, classes, size, "
-        "context, channels, epochs, learning_rate, model_kwargs, device, threads.",
+        "Inputs to measure a model's capacity on: shapes, noise, series or "
+        "package.module:function; may be repeated. Goes with --set n, classes, size, context, "
+        "channels, epochs, learning_rate, model_kwargs, device, threads.",
     ),
-    enumerated=(bool, "With --inputs: take all labelings, 4096 at most, not three drawn ones."),
+    enumerated=(
+        bool,
+        "Take all labelings, at most 4096, instead of three drawn ones, with --inputs.",
+    ),
 )
 
 
 def sweep(
-    driver: Annotated[str, typer.Argument(help="continual, memorize or transfer.")],
+    driver: Annotated[str, typer.Argument(help="Experiment: continual, memorize or transfer.")],
     preset: Annotated[
-        str | None, typer.Argument(help="Of the driver; without it, its first.")
+        str | None, typer.Argument(help="Set of options of the experiment; default: its first.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs, new or empty (with --resume, theirs).")
+        Path | None,
+        typer.Option(help="Folder of the runs, new or empty; with --resume an old one."),
     ] = None,
     settings: Settings = None,
     grids: Annotated[
@@ -202,14 +206,15 @@ def sweep(
         typer.Option(
             "--grid",
             metavar="KEY=V1,V2,...",
-            help="Values of an option; all combinations if repeated.",
+            help="Values of an option; repeated, all combinations are run.",
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="Seeds of each configuration, from --set seed= on.")
+        int | None, typer.Option(help="Number of seeds of each configuration, from --set seed= on.")
     ] = None,
     at_once: Annotated[
-        int | None, typer.Option(help="Runs at a time; else as many as there is room for.")
+        int | None,
+        typer.Option(help="Number of runs at a time; default: as many as there is room for."),
     ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Run on the Ray cluster at --address.")
@@ -217,21 +222,28 @@ def sweep(
     address: Annotated[
         str | None,
         typer.Option(
-            help="With --ray: the cluster, HOST:PORT or auto; its nodes must share --out."
+            help="Address of the Ray cluster, HOST:PORT or auto; its nodes must share --out."
         ),
     ] = None,
     gpus: Annotated[
         float | None,
         typer.Option(
-            "--gpus-per-run", help="With --ray: 0.25 puts four on a GPU; else 1 if there are any."
+            "--gpus-per-run",
+            help="Number of GPUs of a run, with --ray; 0.25 puts four runs on one. Default: 1 if "
+            "there are any.",
         ),
     ] = None,
     cpus: Annotated[
-        float | None, typer.Option("--cpus-per-run", help="With --ray; else as many as threads.")
+        float | None,
+        typer.Option(
+            "--cpus-per-run", help="Number of CPUs of a run, with --ray; default: its threads."
+        ),
     ] = None,
     retries: Annotated[
         int | None,
-        typer.Option(help="With --ray: how often a run goes on after its worker was lost; else 3."),
+        typer.Option(
+            help="Number of times to continue a run whose worker was lost, with --ray; default: 3."
+        ),
     ] = None,
     resume: Resume = False,
     tensorboard: TensorBoard = False,

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastlr.cli.commands import Command, CommandGroup
 from fastlr.cli.data import app as data_commands
 from fastlr.cli.experiments import ContinualCommand, continual, memorize, sweep, transfer
 from fastlr.cli.options import (
-    DTYPES,
     PROBES,
     BatchSize,
     Classes,
@@ -37,6 +37,7 @@ from fastlr.cli.options import (
     Size,
     check_folders,
     device_of,
+    dtype_of,
     inputs_of,
     kwargs_of,
     one_of,
@@ -46,7 +47,7 @@ from fastlr.cli.reports import ablate, cost, rank, report
 from fastlr.errors import FastlrWarning, InputError, Interrupted, one_line
 
 app = typer.Typer(
-    add_completion=False,
+    cls=CommandGroup,
     no_args_is_help=True,
     help=(
         "Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a "
@@ -76,7 +77,7 @@ def _options(
         ),
     ] = False,
     show_traceback: Annotated[
-        bool, typer.Option(TRACEBACK, help="On errors, print the traceback, of any command.")
+        bool, typer.Option(TRACEBACK, help="Print a traceback after an error.")
     ] = False,
 ) -> None:
     """Take the options of all commands."""
@@ -84,13 +85,17 @@ def _options(
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="torchvision or timm name, hf:NAME, or package.module:function.")
+        str,
+        typer.Argument(
+            help="Model: torchvision or timm name, hf:NAME, or package.module:function."
+        ),
     ],
     checkpoint: Annotated[
-        Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")
+        Path | None,
+        typer.Option(help="Weights: a state dict, .ckpt or .safetensors file, or a folder."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")
+        str | None, typer.Option(help="Published weights to download, such as DEFAULT.")
     ] = None,
     classes: Classes = None,
     model_kwargs: ModelKwargs = "{}",
@@ -100,40 +105,42 @@ def estimate(
     features: Features = 7,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
     target_rel_stderr: Annotated[
-        float | None, typer.Option(help="Go on until stderr/value is this small.")
+        float | None, typer.Option(help="Stop once stderr / value is at most this.")
     ] = None,
-    min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
+    min_n: Annotated[int, typer.Option(help="Fewest inputs with --target-rel-stderr.")] = 512,
     max_n: Annotated[
-        int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else -n.")
+        int | None, typer.Option(help="Most inputs with --target-rel-stderr; default: -n.")
     ] = None,
     probe: ProbeName = "rademacher",
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
     batch_size: BatchSize = None,
     seed: Annotated[
-        int, typer.Option(help="Of the inputs, the probes and the initial parameters.")
+        int, typer.Option(help="Seed of the inputs, the probe and the initial parameters.")
     ] = 0,
     dtype: DtypeName = "fp32",
     device: DeviceName = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")
+        str | None,
+        typer.Option("--json", help="Write the result as JSON to this file, or to stdout by -."),
     ] = None,
     save_images: Annotated[
-        Path | None, typer.Option(help="Picture of the first synthetic images.")
+        Path | None, typer.Option(help="File for a picture of the first synthetic images.")
     ] = None,
     per_layer: Annotated[
-        Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")
+        Path | None, typer.Option(help="File for a chart of each layer's share (.png, .pdf, .svg).")
     ] = None,
     support: Annotated[
-        bool, typer.Option("--support", help="Also print how each parameter is handled.")
+        bool, typer.Option("--support", help="Print how each parameter is handled, too.")
     ] = False,
 ) -> None:
     """Measure the local redundancy of MODEL on synthetic inputs.
 
-    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all share the inputs.
+    Under torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all
+    processes share the inputs.
     """
     one_of("--probe", probe, PROBES)
-    one_of("--dtype", dtype, DTYPES)
+    dtype = dtype_of(dtype)
     kind = predictive_of(predictive, sigma, inputs)
     kwargs = kwargs_of(model_kwargs)
     check_folders(json=json_file, save_images=save_images, per_layer=per_layer)
@@ -210,10 +217,10 @@ def estimate(
 
 def doctor(
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Also compare every GPU kernel with plain torch.")
+        bool, typer.Option("--kernels", help="Compare every GPU kernel with plain torch, too.")
     ] = False,
 ) -> None:
-    """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""
+    """Report what fastlr finds on this machine, what is missing, what that costs and the remedy."""
     from fastlr.cli.doctor import print_findings
 
     print_findings(kernels)
@@ -221,15 +228,15 @@ def doctor(
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--out", "--output", help="Folder for what it makes.")
+        Path, typer.Option("--out", "--output", help="Folder for the results.")
     ] = Path("demo-output"),
     seed: Annotated[
-        int, typer.Option(help="Of the network, the labels, the training and the inputs.")
+        int, typer.Option(help="Seed of the network, the labels, the training and the inputs.")
     ] = 0,
 ) -> None:
-    """Show a network lose its plasticity, and keep it: two runs, a picture, one page.
+    """Train a network that loses its plasticity and one that keeps it, and draw both.
 
-    It takes a minute on two CPU cores.
+    This takes a minute on two CPU cores.
     """
     from fastlr.cli.demo import run
 
@@ -239,16 +246,19 @@ def demo(
 def bench(
     device: DeviceName = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One small network, a few seconds.")
+        bool, typer.Option("--quick", help="Time one small network, in a few seconds.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the record as JSON to this file.")
+    ] = None,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")
+        tuple[Path, Path] | None,
+        typer.Option(help="Compare two records, A.json B.json, and time nothing."),
     ] = None,
 ) -> None:
-    """Measure speed beside plain passes, correctness first (two minutes on a CPU).
+    """Compare fastlr's speed with plain passes, after checking its results.
 
-    The full benchmark is make bench.
+    This takes two minutes on a CPU. The full benchmark is make bench.
     """
     from fastlr.cli.bench import run
 
@@ -270,7 +280,7 @@ for command in (
     cost,
     ablate,
 ):
-    app.command(cls=ContinualCommand if command is continual else None)(command)
+    app.command(cls=ContinualCommand if command is continual else Command)(command)
 app.add_typer(data_commands, name="data")
 
 
@@ -332,6 +342,8 @@ def _report(error: Exception, shows_traceback: bool) -> int:
         text, code = error.format_message(), 2
         if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed
             return 2
+        context = getattr(error, "ctx", None)
+        text += f" Try '{context.command_path if context else 'fastlr'} --help'."
     elif isinstance(error, typer.Abort):
         text, code = "aborted", 1
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,30 +14,65 @@ DTYPES = ("fp32", "bf16", "fp16")
 PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
 OF_INPUTS = {"series": "gaussian", "tokens": "categorical"}  # predictives for --predictive auto
 PROBES = ("rademacher", "sampled", "exact", "batch")
+LONG_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def completion(*values: str) -> Callable[[str], list[str]]:
+    """Return the shell completion of an option with these values."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
 
 Classes = Annotated[
-    int | None, typer.Option(help="Size of the model's output; without it, its own.")
+    int | None, typer.Option(help="Number of the model's outputs; default: its own.")
 ]
-ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")]
+ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, as a JSON object.")]
 InputsName = Annotated[
-    str, typer.Option("--inputs", help="shapes, noise, series, tokens, or package.module:function.")
+    str,
+    typer.Option(
+        "--inputs",
+        help="Inputs: shapes, noise, series, tokens, or package.module:function.",
+        autocompletion=completion("shapes", "noise", "series", "tokens"),
+    ),
 ]
-Size = Annotated[int, typer.Option(help="Height and width of images.")]
+Size = Annotated[int, typer.Option(help="Height and width of the images.")]
 Length = Annotated[
     int | None,
-    typer.Option(help="Of --inputs series or tokens; without it 512, or the model's most tokens."),
+    typer.Option(
+        help="Length of series or tokens; default: 512, or the model's longest if that is less."
+    ),
 ]
-Features = Annotated[int, typer.Option(help="Features of --inputs series.")]
-ProbeName = Annotated[str, typer.Option("--probe", help=", ".join(PROBES) + ".")]
-PredictiveName = Annotated[str, typer.Option("--predictive", help=", ".join(PREDICTIVES) + ".")]
-Sigma = Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")]
+Features = Annotated[int, typer.Option(help="Number of features of the series.")]
+ProbeName = Annotated[
+    str,
+    typer.Option(
+        "--probe", help=f"Probe: {', '.join(PROBES)}.", autocompletion=completion(*PROBES)
+    ),
+]
+PredictiveName = Annotated[
+    str,
+    typer.Option(
+        "--predictive",
+        help=f"Distribution of the labels: {', '.join(PREDICTIVES)}.",
+        autocompletion=completion(*PREDICTIVES),
+    ),
+]
+Sigma = Annotated[float, typer.Option(help="Standard deviation for --predictive gaussian.")]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Inputs at a time; without it, by the device's memory.")
+    int | None, typer.Option(help="Number of inputs in a batch; default: what fits the device.")
 ]
-DtypeName = Annotated[str, typer.Option("--dtype", help="fp32, or autocast to bf16 or fp16.")]
+DtypeName = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="Precision: fp32, or autocast to bf16 or fp16.",
+        autocompletion=completion(*DTYPES),
+    ),
+]
 DeviceName = Annotated[
     str | None,
-    typer.Option("--device", help="cpu, cuda, cuda:1; without it, a GPU if there is one."),
+    typer.Option(
+        "--device", help="Device, such as cpu, cuda or cuda:1; default: a GPU if there is one."
+    ),
 ]
 
 
@@ -44,6 +80,17 @@ def one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise InputError unless the value of an option is one of those allowed."""
     if value not in allowed:
         raise InputError(f"{option} {value}: choose one of {', '.join(allowed)}")
+
+
+def dtype_of(name: str) -> str:
+    """Return the value of ``--dtype`` as one of `DTYPES`.
+
+    Raises:
+        InputError: There is no such dtype.
+    """
+    name = LONG_DTYPES.get(name, name)
+    one_of("--dtype", name, DTYPES)
+    return name
 
 
 def device_of(name: str | None) -> Any:

@@ -54,7 +54,7 @@ class RunBoard:
     calls.
 
     Args:
-        driver: Of the runs.
+        driver: Driver of the runs.
         out: Their folder, for messages.
     """
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastlr.cli.options import (
-    DTYPES,
     BatchSize,
     Classes,
     DeviceName,
@@ -29,9 +28,9 @@ from fastlr.cli.options import (
     Size,
     check_folders,
     device_of,
+    dtype_of,
     inputs_of,
     kwargs_of,
-    one_of,
     predictive_of,
 )
 from fastlr.errors import InputError, few
@@ -46,33 +45,30 @@ RunFolders = Annotated[
     list[Path], typer.Argument(help="Run folders, or folders that hold several.")
 ]
 Pool = Annotated[
-    bool, typer.Option("--pool", help="Also pool runs that differ in more than their seed.")
+    bool, typer.Option("--pool", help="Pool runs that differ in more than their seed, too.")
 ]
-CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the table here.")]
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write the table as CSV to this file.")]
 MODEL = typer.Option(
-    help="Of the checkpoints: torchvision or timm name, hf:NAME, or package.module:function."
+    help="Model of the checkpoints: torchvision or timm name, hf:NAME, or package.module:function."
 )
 
 
 def report(
     runs: RunFolders,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the report; without it, report in RUNS.")
+        Path | None, typer.Option(help="Folder of the report; default: report in RUNS.")
     ] = None,
-    figures: Annotated[str, typer.Option(help="png or none.")] = "png",
+    figures: Annotated[str, typer.Option(help="Format of the figures: png or none.")] = "png",
     bootstrap: Annotated[
         int,
-        typer.Option(
-            help="Resamples behind each standard error of continual runs; several interventions, "
-            "whose courses are laid side by side, need none."
-        ),
+        typer.Option(help="Number of resamples behind each standard error of continual runs."),
     ] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     pool: Pool = False,
 ) -> None:
-    """Analyse RUNS of fastlr continual, transfer or memorize: tables, figures and one HTML page.
+    """Analyse RUNS of fastlr continual, transfer or memorize: tables, figures and an HTML page.
 
-    The runs are pooled.
+    All runs are analysed together.
     """
     from fastlr.experiments.runs.experiment import find_driver
     from fastlr.experiments.runs.records import driver_of
@@ -86,7 +82,7 @@ def report(
 
 
 def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
-    """Show each measure's cost in seconds and as a share of training, from the records of RUNS."""
+    """Show each measure's cost in RUNS, in seconds and as a share of training."""
     from fastlr.experiments.continual import costs, read_runs
     from fastlr.experiments.continual.tables import cost_sheet
 
@@ -98,55 +94,56 @@ def ablate(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCES...", help="Run folders; with --model, checkpoints, in their order."
+            help="Folders of continual runs, or checkpoints in their order with --model."
         ),
     ],
     model: Annotated[str | None, MODEL] = None,
     real: Annotated[
         Path | None,
         typer.Option(
-            help="With --model: an image store (its test images); images [N, C, H, W] or series "
-            "[N, length, features] in a "
-            ".pt, .npy or .safetensors file; or a .csv series."
+            help="Real inputs for --model: an image store (its test images); images [N, C, H, W] "
+            "or series [N, length, features] in a .pt, .npy or .safetensors file; a .csv series."
         ),
     ] = None,
     n: Annotated[
         int,
-        typer.Option("--n", "-n", help="Inputs of each kind (real ones: as many as there are)."),
+        typer.Option(
+            "--n", "-n", help="Number of inputs of each kind; of real ones all if there are fewer."
+        ),
     ] = 1000,
     classes: Classes = None,
     model_kwargs: ModelKwargs = "{}",
-    context: Annotated[int, typer.Option(help="Rows of a window of a .csv series.")] = 512,
+    context: Annotated[
+        int, typer.Option(help="Number of rows of a window of a .csv series.")
+    ] = 512,
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
     batch_size: BatchSize = None,
     dtype: DtypeName = "fp32",
     device: DeviceName = None,
-    seed: Annotated[int, typer.Option(help="Of inputs, probes and resamples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs, the probe and the bootstrap.")] = 0,
     bootstrap: Annotated[
-        int, typer.Option(help="Resamples behind the standard error of r.")
+        int, typer.Option(help="Number of resamples behind the standard error of r.")
     ] = 1000,
     csv_file: CsvFile = None,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="With --model: write every estimate with all digits here."),
+        typer.Option("--json", help="Write every estimate as JSON to this file, with --model."),
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="With --model: draw the curves (.png, .pdf, .svg).")
+        Path | None,
+        typer.Option(help="File for a figure of the curves (.png, .pdf, .svg), with --model."),
     ] = None,
     pool: Pool = False,
 ) -> None:
     """Compare local redundancy on synthetic inputs with that on real ones.
 
-    fastlr ablate RUNS...
+    fastlr ablate RUNS... reads the records of continual runs: shapes and noise
+    against images of the next task.
 
-    takes it from the records of continual runs: on shapes and on noise, against
-    images of the next task.
-
-    fastlr ablate CHECKPOINTS... --model MODEL --real DATA
-
-    measures it at each checkpoint: on shapes and on noise against real images,
-    or on Gaussian series against real ones (predictive: Gaussian, --sigma).
+    fastlr ablate CHECKPOINTS... --model MODEL --real DATA measures checkpoints:
+    shapes and noise against real images, or Gaussian series against real ones
+    (predictive: Gaussian, --sigma).
     """
     from fastlr.experiments.continual import agreement
     from fastlr.experiments.continual.tables import ablation_sheet
@@ -162,9 +159,8 @@ def ablate(
     settings: dict[str, Any] = {
         "batch_size": batch_size,
         "seed": seed,
-        "dtype": dtype,
+        "dtype": dtype_of(dtype),
     }
-    one_of("--dtype", dtype, DTYPES)
     place, kwargs = device_of(device), kwargs_of(model_kwargs)
 
     from fastlr.display.figures import save_figure
@@ -260,8 +256,8 @@ def rank(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINTS...",
-            help="Two or more state dicts, or checkpoints of a Trainer or the folder of them.",
+            help="Two or more state dicts, .ckpt or .safetensors files, folders of transformers, "
+            "or a Trainer's folder of checkpoints.",
         ),
     ],
     model: Annotated[str, MODEL],
@@ -272,29 +268,31 @@ def rank(
     length: Length = None,
     features: Features = 7,
     n: Annotated[
-        int, typer.Option("--n", "-n", help="Synthetic inputs, the same for all checkpoints.")
+        int,
+        typer.Option("--n", "-n", help="Number of synthetic inputs, the same for all checkpoints."),
     ] = 1000,
     by: Annotated[
         str,
         typer.Option(
-            help="The paper's strategies, side by side, with commas: local_redundancy (always), "
-            "weight_norm, "
-            "validation_loss and dormant_ratio (both of --source), linear_probe (on --target)."
+            help="Strategies to compare, separated by commas: local_redundancy (always), "
+            "weight_norm, validation_loss and dormant_ratio (both need --source), linear_probe "
+            "(needs --target)."
         ),
     ] = "local_redundancy",
     source: Annotated[
         str | None,
         typer.Option(
-            help="What the checkpoints were trained on: an image store, or a .csv series."
+            help="Data that the checkpoints were trained on: an image store or a .csv series."
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="What they shall be trained on next, likewise.")
+        str | None,
+        typer.Option(help="Data to train on next: an image store or a .csv series."),
     ] = None,
     head: Annotated[
         str | None,
         typer.Option(
-            help="Part that a linear probe draws anew; without it head, or the last linear layer."
+            help="Layer that a linear probe trains anew; default: head, or the last linear layer."
         ),
     ] = None,
     predictive: PredictiveName = "auto",
@@ -302,27 +300,27 @@ def rank(
     batch_size: BatchSize = None,
     dtype: DtypeName = "fp32",
     device: DeviceName = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs and the probes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and the probe.")] = 0,
     csv_file: CsvFile = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", help="Write everything here; - is stdout, alone.")
+        str | None,
+        typer.Option("--json", help="Write everything as JSON to this file, or to stdout by -."),
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Draw the ranking (.png, .pdf, .svg).")
+        Path | None, typer.Option(help="File for a figure of the ranking (.png, .pdf, .svg).")
     ] = None,
 ) -> None:
     """Rank CHECKPOINTS by local redundancy, and say whether the largest differs from the next.
 
     All are measured on the same synthetic inputs, so differences are paired.
-    --by sets the paper's other strategies of selection beside it (Table 3).
+    --by adds the paper's other strategies of selection (Table 3).
     """
     check_folders(csv=csv_file, json=json_file, figure=figure)
-    one_of("--dtype", dtype, DTYPES)
     options = {
         "predictive": predictive_of(predictive, sigma, inputs),
         "batch_size": batch_size,
         "seed": seed,
-        "dtype": dtype,
+        "dtype": dtype_of(dtype),
     }
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
 
@@ -345,7 +343,7 @@ def rank(
 
     paths = existing(weight_files(checkpoints), 2, "a ranking needs at least two")
     strategies = wanted(by, {"source": source, "target": target})
-    if len(strategies) > 1 and dtype == "fp16":
+    if len(strategies) > 1 and dtype_of(dtype) == "fp16":
         raise InputError(
             "--dtype fp16 goes with local_redundancy alone: choose fp32 or bf16 for --by"
         )
@@ -365,7 +363,7 @@ def rank(
         target=target,
         context=length or 512,
         head=head,
-        dtype=dtype,
+        dtype=dtype_of(dtype),
         batch_size=batch_size,
         seed=seed,
     )

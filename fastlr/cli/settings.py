@@ -53,7 +53,7 @@ def print_capacity(
 
     Args:
         model: Its name.
-        kinds: Of synthetic inputs, one measurement each.
+        kinds: Kinds of synthetic inputs, one measurement each.
         given: Options of the driver memorize.
         enumerated: Take all labelings.
     """

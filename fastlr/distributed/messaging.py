@@ -27,8 +27,8 @@ class Board:
 
     Args:
         store: a torch.distributed store that all ranks share.
-        prefix: of the keys; the same on all ranks and used for nothing else.
-        rank: of this process.
+        prefix: Prefix of the keys; the same on all ranks and used for nothing else.
+        rank: Rank of this process.
         size: number of ranks.
         timeout: seconds to wait for the others.
         what: what the ranks do here, for errors: "every rank must ...".

@@ -41,8 +41,8 @@ class CudaRecorder:
 
     Args:
         device: Where its work is done.
-        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of
-            one are used before another is replayed.
+        pool: Result of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the
+            results of one are used before another is replayed.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:

@@ -52,8 +52,8 @@ class _Run(NamedTuple):
 
     Attributes:
         values: that are kept, of all ranks.
-        sums: of each parameter over this rank's inputs; None if it has none.
-        routes: of each parameter on this rank.
+        sums: Sums of each parameter over this rank's inputs; None if it has none.
+        routes: Routes of each parameter on this rank.
     """
 
     values: Tensor
@@ -174,9 +174,9 @@ class LocalRedundancy:
             inputs_identity = of_inputs(options.inputs, used, options.seed)
             inputs_digest = self._digest(used, inputs_identity)
             notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
-            told = self.passes.description(), self.passes.identity(), inputs_identity
+            described = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own
-            predictive, predictive_identity, inputs_identity = members.share(told)[0]
+            predictive, predictive_identity, inputs_identity = members.share(described)[0]
         moments = Moments()
         moments.add(values)
         return Estimate(
@@ -326,8 +326,8 @@ def estimate(
             device's memory and what a small forward pass saves, and is at most 512. It is smaller,
             with a note, where little memory is free. It changes the results only by rounding,
             except for "batch".
-        seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever
-            n and the chunks.
+        seed: Seed of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs
+            whatever n and the chunks.
         dtype: Autocast dtype, "bfloat16" or "float16" (also "bf16", "fp16", or a torch.dtype).
             None or "float32": no autocast, the model's own precision.
         device: only checked: an error unless it is the model's.

@@ -25,8 +25,8 @@ _OBJECT, _PREDICTIVE = "object", "predictive"  # kinds of identities
 
 def of_inputs(inputs: Any, used: int, seed: int) -> str:
     """Return what identifies inputs 0 .. used - 1; "" where nothing does."""
-    told = inputs.identity(used, seed) if isinstance(inputs, Inputs) else ""
-    return told or _of_object(inputs)
+    text = inputs.identity(used, seed) if isinstance(inputs, Inputs) else ""
+    return text or _of_object(inputs)
 
 
 def tells_all(identity: str) -> bool:
@@ -54,7 +54,7 @@ def of_predictive(predictive: Any, axes: int | None) -> str:
 
     Args:
         predictive: the distribution.
-        axes: of the output that it was taken of. A class axis is then counted from the end.
+        axes: Number of axes of the output. A class axis is then counted from the end.
     """
     kind = type(predictive)
     if kind not in (Bernoulli, Categorical, DiagonalGaussian, Gaussian):

@@ -86,7 +86,7 @@ def redundancy_loss(
         predictive: Categorical, Bernoulli or Gaussian; default as for `estimate`.
         probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2),
             with random signs of the samples alone.
-        seed: of the draws; None draws one from torch's generator, so that every call has its own.
+        seed: Seed of the draws. None draws one from torch's generator in every call.
         output: picks the output tensor from what the model returns: key, attribute, index or
             function.
         reduction: "mean", or "none" for the value of each sample, [B]: no cross terms, for small

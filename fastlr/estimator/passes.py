@@ -42,11 +42,11 @@ class Passes:
         view: the model.
 
     Attributes:
-        dtype: of the floating-point inputs: the model's when the measurement began.
+        dtype: Dtype of the floating-point inputs: the model's when the measurement began.
         engine: Engine of the model, which others use too.
         predictive: the distribution of the labels; where none was given the default, once an output
             was seen.
-        axes: of the output, once one was seen.
+        axes: Number of axes of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
         may_be_probabilities: True if the outputs of the first chunk lie between 0 and 1, and vary.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure

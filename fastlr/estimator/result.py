@@ -41,7 +41,7 @@ class Estimate:
             fallback).
         seconds: wall time of the measurement.
         probe: the probe of the measurement.
-        seed: of inputs and probe.
+        seed: Seed of inputs and probe.
         predictive: what the outputs were taken for, as text.
         inputs: what was measured on, as text.
         inputs_used: number of inputs; the same as n except for ``probe="batch"``.
@@ -54,7 +54,7 @@ class Estimate:
         dtype: autocast dtype (None: the model's own), as text.
         device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
-        versions: of fastlr, torch and Python.
+        versions: Versions of fastlr, torch and Python.
         audits: Number of inputs that were run alone by plain autograd in this measurement, and had
             the same output and gradient norms.
     """

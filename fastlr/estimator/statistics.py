@@ -197,7 +197,7 @@ def regression_memorization_bound(
     Args:
         n: number of samples.
         m: target dimensions of a sample.
-        variance: of each target dimension, the targets being Gaussian.
+        variance: Variance of each target dimension, the targets being Gaussian.
         mse: mean squared error for each dimension that the fitted model reaches on those targets.
         unit: "nats" or "bits", of the result.
 

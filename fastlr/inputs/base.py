@@ -55,8 +55,8 @@ class Inputs:
             stop: one past the last.
             seed: integer in ``[0, 2**64)``.
             device: where the batch is wanted (None: torch's default device).
-            dtype: of floating-point tensors: float16, bfloat16, float32 or float64 (None: float32).
-                Others are not cast.
+            dtype: Dtype of floating-point tensors: float16, bfloat16, float32 or float64. None is
+                float32. Other tensors are not cast.
 
         Returns:
             A tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).

@@ -46,8 +46,8 @@ class Activation:
     """One call of an activation function, summed unit by unit.
 
     Attributes:
-        name: Of the module that makes the call, with ``#2`` for its second call.
-        kind: Of activation function, such as ``relu``.
+        name: Name of the module that makes the call, with ``#2`` for its second call.
+        kind: Kind of activation function, such as ``relu``.
         sums: ``[units]``, float64: sums of |a|, or of a where the watch is signed.
         count: Values behind each sum.
     """

@@ -57,15 +57,15 @@ def measures(
 
     Args:
         model: any nn.Module.
-        names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures`
-            and of `gradient_measures`, "gradient_noise_scale", "trainability", "curvature_rank"
+        names: Names: "weight_norm", "distance_from_init", those of `activation_measures` and of
+            `gradient_measures`, "gradient_noise_scale", "trainability", "curvature_rank"
             and "ntk_rank", with their default options but for ``tau`` and ``repeats``.
         x: real inputs, for the measures of activations and gradients.
         y: their labels, for those of gradients.
         loss: as for `train_grad_norm`, for those of gradients.
         init_state: as for `distance_from_init`.
         tau: threshold of "dormant_ratio_tau".
-        repeats: of "trainability".
+        repeats: Number of repeats of "trainability".
         output: picks the output tensor, as in `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.

@@ -272,7 +272,7 @@ class _Groups:
     """Sums over groups of samples, of which the noise scale of any groups is made.
 
     Args:
-        parts: of `_parts`, one a group.
+        parts: Results of `_parts`, one per group.
     """
 
     def __init__(self, parts: list[_Part]) -> None:
@@ -303,7 +303,7 @@ class _Part(NamedTuple):
     Attributes:
         norms: ``[b]``: squared norms of the samples' gradients, if they are wanted.
         sums: sum of these gradients, a tensor for each parameter, if it is wanted.
-        size: of the part, where its sum is wanted; else 0.
+        size: Size of the part, where its sum is wanted; else 0.
     """
 
     norms: Tensor | None

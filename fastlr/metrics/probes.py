@@ -65,10 +65,10 @@ def trainability(
     Args:
         model: any nn.Module; it is copied and left as it is.
         x: inputs of n samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
-        steps: of training.
-        learning_rate: of AdamW.
+        steps: Number of steps of training.
+        learning_rate: Learning rate of AdamW.
         repeats: draws of labels, for the standard error.
-        seed: of the labels and of what the model draws (dropout).
+        seed: Seed of the labels and of what the model draws (dropout).
         predictive: Categorical (labels drawn uniformly), Bernoulli (fair coins) or Gaussian
             (standard normal targets); default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
@@ -146,12 +146,12 @@ def memorization_capacity(
         inputs: synthetic inputs (`fastlr.ShapeImages`, ...), of which the first n are taken, or the
             inputs themselves.
         n: how many of the synthetic ones.
-        steps: of training.
-        learning_rate: of AdamW.
+        steps: Number of steps of training.
+        learning_rate: Learning rate of AdamW.
         repeats: draws of labels, for the standard error.
         enumerated: take all labelings instead, at most 4096: exactly the expectation, and the
             ceiling.
-        seed: of inputs, labels and what the model draws (dropout).
+        seed: Seed of inputs, labels and what the model draws (dropout).
         predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
 
@@ -248,9 +248,9 @@ class _Fit(NamedTuple):
         n: Samples.
         losses: Before each step and after the last, in train mode, in nats a label.
         end: The loss after the last step, in eval mode if it was evaluated.
-        labels: Of all samples.
-        predictive: Of the outputs.
-        classes: Of a label; 0 for a Gaussian.
+        labels: Labels of all samples.
+        predictive: Predictive of the outputs.
+        classes: Number of classes of a label; 0 for a Gaussian.
     """
 
     n: int
@@ -283,9 +283,9 @@ def _fit(
     Args:
         model: left as it is.
         x: inputs.
-        steps: of AdamW, on all inputs at once.
+        steps: Number of steps of AdamW, on all inputs at once.
         rate: its learning rate.
-        seed: of the labels and of what the model draws.
+        seed: Seed of the labels and of what the model draws.
         predictive: None: the default one.
         output: picks the output tensor.
         labels: None: drawn.
@@ -445,7 +445,7 @@ def curvature_rank(
         x: inputs of n samples on axis 0, some tens: n backward passes, and the memory of n
             gradients.
         delta: share of the sum of the eigenvalues that is left out, above 0 and below 1.
-        seed: of the draws.
+        seed: Seed of the draws.
         predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
 

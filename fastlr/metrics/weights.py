@@ -22,9 +22,9 @@ class OfParameters(NamedTuple):
     """A measure of the parameters alone, as monitors, runs, tables and figures know it.
 
     Attributes:
-        take: of a model; that of `distance_from_init` also takes ``init_state``.
+        take: Function of a model; that of `distance_from_init` also takes ``init_state``.
         label: in words.
-        unit: of its axis.
+        unit: Unit of its axis.
     """
 
     take: Take
@@ -42,7 +42,7 @@ def of_parameters(label: str, unit: str = "value") -> Callable[[Take], Take]:
 
     Args:
         label: in words, for tables and figures.
-        unit: of its axis.
+        unit: Unit of its axis.
     """
 
     def enter(take: Take) -> Take:

@@ -66,9 +66,9 @@ class PatchTST(nn.Module):
         horizon: Time steps that are forecast.
         patch: Time steps a patch.
         stride: From patch to patch.
-        layers: Of the encoder.
+        layers: Number of layers of the encoder.
         width: Size of a token.
-        heads: Of the attention.
+        heads: Number of heads of the attention.
         ffn: Units of the feed-forward part.
         dropout: After the positions, each sublayer and the GELU; none on attention weights, as in
             Nie et al.

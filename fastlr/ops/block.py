@@ -54,7 +54,7 @@ class Block(NamedTuple):
         channels: numbers of the output channels [4, O]: folded bias, s, 1/sigma, bias - mean
             (`fastlr.ops.folded.fold_weights` gives both).
         activation: a key of fastlr.ops.activations.ACTIVATIONS.
-        geometry: of the convolution, not transposed.
+        geometry: Geometry of the convolution, not transposed.
     """
 
     weight: Tensor
@@ -109,7 +109,7 @@ def changed(
 
     Args:
         change: takes a leaf and whether it has samples.
-        args: of the op.
+        args: Arguments of the op.
         samples: numbers of the arguments that have samples; in records all tensors have.
     """
     given: list[Any] = []

@@ -97,7 +97,7 @@ def weight_grads(
     Args:
         x: inputs [B, C, *spatial].
         g: output gradients [B, O, *spatial'], same dtype.
-        shape: of the weight, [O, C / groups, *kernel].
+        shape: Shape of the weight, [O, C / groups, *kernel].
         geometry: not transposed.
 
     Yields:

@@ -98,7 +98,7 @@ def categorical_root_cotangent(
         z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN,
             +inf or only -inf leave no distribution, all of the position is NaN.
         index: global numbers of the samples [B], int64.
-        seed: of the signs, from 0 to 2^64 - 1.
+        seed: Seed of the signs, from 0 to 2^64 - 1.
 
     Returns:
         [B, P, C], float64.
@@ -178,9 +178,9 @@ def scaled_blocks(
 
     Args:
         block: (samples, positions) -> that part of the tensor, float64.
-        shape: of the whole.
-        dtype: of the result.
-        device: of the result.
+        shape: Shape of the whole.
+        dtype: Dtype of the result.
+        device: Device of the result.
         refuse: called with where there is NaN.
 
     Returns:

@@ -25,7 +25,7 @@ class ConvGeometry(NamedTuple):
         dilation: steps between the taps of the kernel.
         transposed: it is a transposed convolution.
         output_padding: as in conv_transpose2d; a single number is that of all axes.
-        groups: of channels that are convolved apart.
+        groups: Number of groups of channels that are convolved apart.
     """
 
     stride: tuple[int, ...]

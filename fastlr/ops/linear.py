@@ -236,7 +236,7 @@ def channel_sums(
     Args:
         x: inputs ``[B, K, C, *spatial]``.
         g: output gradients, same shape.
-        mean: of the channels, [1, C] or [B, C]; None: zero.
+        mean: Mean of the channels, [1, C] or [B, C]; None: zero.
 
     Returns:
         (sum of g (x - mean), sum of g), both [B, C], float64.

@@ -231,12 +231,12 @@ def normals(
     Args:
         start: index of the first sample.
         stop: one past the last.
-        shape: of one sample.
+        shape: Shape of one sample.
         stream: which use of randomness, one of ``STREAMS``.
         seed: integer in ``[0, 2**64)``.
         tables: float32 ``[G, 2**16]``, what each 16-bit draw becomes, in place of the normal
             quantiles; a sample's values form G equal runs (channels, say), one table each.
-        dtype: of the output; table entries are rounded to it.
+        dtype: Dtype of the output; table entries are rounded to it.
         device: where to draw.
 
     Returns:

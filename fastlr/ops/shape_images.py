@@ -287,7 +287,7 @@ def shape_images_at(
         seed: integer in ``[0, 2**64)``.
         table: float32 ``[C, 256]``, the output for each byte of each channel (a normalisation).
             None: byte / 255, or the byte itself for ``dtype=torch.uint8``.
-        dtype: of the output; table entries are rounded to it, nothing else is.
+        dtype: Dtype of the output; table entries are rounded to it, nothing else is.
         channels_last: give the output ``torch.channels_last`` memory format.
         rectangle_sides: least and greatest height of a rectangle as shares of H, width of W;
             rounded down, at least 1.

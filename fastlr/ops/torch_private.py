@@ -294,7 +294,7 @@ class Unit:
         policy: its MixedPrecisionPolicy.
         shards: the parameters that are its own: (the sharded parameter, [(module, name) that hold
             it]).
-        mesh: of the processes that hold the shards; None where it has no parameters.
+        mesh: Mesh of the processes that hold the shards; None where it has no parameters.
         foreign: why it cannot be gathered as plain tensors; None if it can.
     """
 

@@ -1,16 +1,21 @@
 """The command line: results, one-line errors and exit codes."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import textwrap
 
 import torch
+import typer
 from command_line import NETS
 from PIL import Image
 from pytest import approx, fixture, mark
 
 import fastlr
+from fastlr.cli.main import app
+from fastlr.experiments.continual.interventions import INTERVENTIONS
 
 BASE = "--size 16 --n 6 --device cpu"
 
@@ -136,6 +141,86 @@ def test_traceback_on_request(cli, refused):
     refused(f"estimate cli_nets:broken {BASE}", code=1, says=says)
 
 
+def found_commands(group=None, name=""):
+    """Yield every command of the command line with its name."""
+    for word, command in (group or typer.main.get_command(app)).commands.items():
+        yield f"{name}{word}", command
+        if hasattr(command, "commands"):
+            yield from found_commands(command, f"{word} ")
+
+
+COMMANDS = dict(found_commands())
+
+
+@mark.parametrize("name", ["", *COMMANDS])
+def test_help(name, cli, monkeypatch):
+    """It fits a terminal, has no type for a flag, and arguments in capitals as in the text."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = cli(f"{name} --help").out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "<bool>" not in text
+    usage = next(line for line in text.splitlines() if "Usage:" in line)
+    arguments = re.findall(r"[\[{](\w+)[\]}]", usage)
+    assert all(argument.isupper() for argument in arguments)
+
+
+@mark.parametrize("name", COMMANDS)
+def test_help_texts_stand_alone(name):
+    """They begin with a noun or a verb, and end with a full stop."""
+    texts = [parameter.help for parameter in COMMANDS[name].params]
+    if name == "continual":
+        texts += [
+            declared.metadata["about"]
+            for intervention in INTERVENTIONS.values()
+            for _, _, declared in intervention.declared()
+        ]
+    for text in texts:
+        assert re.match(r"[A-Z][\w-]*[ :,]", text) and text.endswith("."), text
+        assert not re.match("(Of|With|Without|How|What|That|Also|Only|On|By|A|An|The) ", text), text
+
+
+@mark.parametrize(
+    ("line", "text"),
+    [
+        ("estimate", "error: Missing argument 'MODEL'. Try 'fastlr estimate --help'.\n"),
+        ("rank x.pt", "Try 'fastlr rank --help'"),
+        ("data info", "Missing argument 'STORE'. Try 'fastlr data info --help'"),
+        ("estimat", "No such command 'estimat'. Did you mean 'estimate'? Try 'fastlr --help'"),
+        ("estimate resnet18 --siz 3", "No such option: --siz"),
+        ("estimate resnet18 --support=3", "'--support' does not take a value"),
+    ],
+)
+def test_usage_errors_say_where_the_help_is(line, text, cli):
+    said = cli(line, code=2).err
+    assert text in said and "--help'." in said
+    assert said.count("\n") == 1
+
+
+@mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("fastlr est", {"estimate"}),
+        ("fastlr data pre", {"prepare"}),
+        ("fastlr estimate --target", {"--target-rel-stderr"}),
+        ("fastlr estimate resnet18 --probe ra", {"rademacher"}),
+    ],
+)
+def test_shells_complete_words(words, wanted):
+    env = {"_FASTLR_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    env |= {"COMP_CWORD": str(len(words.split()) - 1)}
+    command = [sys.executable, "-m", "fastlr"]
+    run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert set(run.stdout.split()) == wanted, run.stderr
+
+
+def test_dtypes_by_long_names(cli):
+    line = f"estimate cli_nets:net {BASE} --json - --dtype"
+    long, short = (json.loads(cli(f"{line} {name}").out) for name in ("bfloat16", "bf16"))
+    assert long["dtype"] == short["dtype"] == "bfloat16"
+    assert long["value"] == short["value"]
+    cli(f"{line} double", code=2, says="--dtype double: choose one of fp32, bf16, fp16")
+
+
 def test_version_and_help(cli):
     assert cli("--version").out.startswith("fastlr ")
     commands = re.findall(r"^│ (\w+) ", cli("--help").out, re.MULTILINE)
@@ -143,6 +228,6 @@ def test_version_and_help(cli):
     runs = ["continual", "transfer", "memorize", "sweep"]
     assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
     text = " ".join(cli("estimate --help").out.split())
-    assert "-m fastlr estimate ...), all share the inputs. " in text
+    assert "-m fastlr estimate ...), all processes share the inputs. " in text
     assert "``" not in cli("continual --help").out
     cli(code=2)

@@ -259,14 +259,14 @@ def test_batch_norm_without_running_statistics_is_named():
         fastlr.estimate(model, x, batch_size=1)
 
 
-class Centred(TakesX):
+class HalfCentred(TakesX):
     def forward(self, x):
         z = super().forward(x)
         return z - 0.5 * z.mean(0)
 
 
 def test_a_model_that_mixes_samples_by_nature_is_measured_on_single_ones():
-    model, x = Centred(), TensorInputs(torch.randn(8, 6))
+    model, x = HalfCentred(), TensorInputs(torch.randn(8, 6))
     with refused(r"samples interact.*one sample at a time.*batch_size=1", fastlr.InteractionError):
         fastlr.estimate(model, x)
     halved = TakesX()  # as the model is for a single sample, its own mean

@@ -42,7 +42,7 @@ class RealInputs:
 
     Attributes:
         inputs: As an estimator takes them.
-        shape: Of one sample: [C, H, W] of an image, [length, features] of a series.
+        shape: Shape of one sample: [C, H, W] of an image, [length, features] of a series.
         count: How many.
         what: What they are, in words.
         notes: What must be known of their standard error.
@@ -71,7 +71,7 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
             `fastlr.experiments.data.split_series`).
         n: How many are wanted; of more, as many are drawn (windows: evenly spaced).
         context: Rows of a window, for a CSV file.
-        seed: Of the draw.
+        seed: Seed of the draw.
 
     Raises:
         InputError: Nothing that can be read, or of another shape.

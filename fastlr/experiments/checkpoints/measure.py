@@ -76,7 +76,7 @@ def measure_each(
             estimator's ``progress``.
         left_out: Filled with the reason for each checkpoint that is unreadable, of another model
             or gives no numbers. None: such a checkpoint is an error.
-        options: Of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``,
+        options: Options of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``,
             ``dtype``.
 
     Returns:

@@ -64,9 +64,9 @@ class Labelled:
     """Data with targets.
 
     Attributes:
-        train: Of which a probe's head is trained, and units are looked at.
-        validation: On which losses are taken.
-        classes: Of images; None: a series.
+        train: Data on which the head of a probe is trained, and units are looked at.
+        validation: Data for losses.
+        classes: Number of classes of images; None for a series.
     """
 
     train: Windows | StoreImages
@@ -89,10 +89,10 @@ def open_labelled(name: str, model: nn.Module, context: int, device: torch.devic
     """Open an image store, or a series as `fastlr.experiments.data.open_series` does.
 
     Args:
-        name: Of it.
+        name: Name of the data.
         model: A forecaster of it, for a series: says how far it forecasts.
         context: Rows of a window of a series.
-        device: Of the windows.
+        device: Device of the windows.
 
     Raises:
         InputError: Nothing that can be read, or the model does not run on it.
@@ -159,7 +159,7 @@ class Strategies:
             linear layer.
         dtype: "fp32" or "bf16".
         batch_size: Samples at a time; None: by `BATCH`.
-        seed: Of the probe's head and order, and of the samples on which units are looked at.
+        seed: Seed of the probe's head and order, and of the samples on which units are looked at.
 
     Raises:
         InputError: The data cannot be read or do not fit the model.
@@ -286,11 +286,12 @@ def strategies_sheet(found: Mapping[str, Mapping[str, Any]]) -> Sheet:
             mark = "*" if one["pick"] == checkpoint else " "
             cells.append(f"{one['candidates'][checkpoint]:.4g} {mark}")
         rows.append((checkpoint, *cells))
-    told = "; ".join(
+    definitions = "; ".join(
         f"{shorts[name]} ({one['rule']}): {one['definition']}" for name, one in found.items()
     )
     notes = [
-        f"*: the checkpoint that the strategy picks, with the least or the greatest value. {told}."
+        "*: the checkpoint that the strategy picks, with the least or the greatest value. "
+        f"{definitions}."
     ]
     if "linear_probe" in found:
         notes.append("† Sees the data of the next task before it selects.")

@@ -167,8 +167,8 @@ def correlations(
         runs: At least one.
         measures: Names; None takes all that were recorded.
         target: "future accuracy" or "forgetting".
-        resamples: Of the bootstrap.
-        seed: Of the bootstrap.
+        resamples: Number of resamples of the bootstrap.
+        seed: Seed of the bootstrap.
         horizon: Tasks whose accuracy is averaged.
         length: Tasks a block; None takes
             :func:`fastlr.experiments.statistics.bootstrap.block_length`, at least 30.

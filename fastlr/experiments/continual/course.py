@@ -49,12 +49,12 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     for setting in settings:
         changed = {key: setting[key] for key in varying if setting[key] != defaults[key]}
         changes.append(json.dumps(changed, sort_keys=True))
-    told = [(json.loads(text), group) for text, group in grouped(runs, changes)]
-    told.sort(key=lambda group: len(group[0]))
-    names = _folder_names([group for _, group in told])
+    changed_groups = [(json.loads(text), group) for text, group in grouped(runs, changes)]
+    changed_groups.sort(key=lambda group: len(group[0]))
+    names = _folder_names([group for _, group in changed_groups])
     if names is None:
-        names = [_in_words(changed) for changed, _ in told]
-    return {name or "none": group for name, (_, group) in zip(names, told)}
+        names = [_in_words(changed) for changed, _ in changed_groups]
+    return {name or "none": group for name, (_, group) in zip(names, changed_groups)}
 
 
 def _in_words(changed: Mapping[str, Any]) -> str:
@@ -106,14 +106,14 @@ def _course_sheet(groups: Mapping[str, Sequence[ContinualRun]], measure: str) ->
 
 def _zeros(groups: Mapping[str, Sequence[ContinualRun]], measure: str) -> list[str]:
     """Say at how many readings a measure is not above zero, which have no logarithm."""
-    told = []
+    zeros = []
     for name, runs in groups.items():
         values = np.concatenate([part for run in runs for part in ends(run.measure(measure))])
         if (values <= 0).any():
-            told.append(f"{name} ({int((values <= 0).sum())} of {len(finite(values))})")
-    if not told:
+            zeros.append(f"{name} ({int((values <= 0).sum())} of {len(finite(values))})")
+    if not zeros:
         return []
-    return [f"Zero at readings of both fifths, which are left out of LR: {', '.join(told)}."]
+    return [f"Zero at readings of both fifths, which are left out of LR: {', '.join(zeros)}."]
 
 
 def _accuracy_of_fifth(runs: Sequence[ContinualRun], end: int) -> float:

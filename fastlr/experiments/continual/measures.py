@@ -66,7 +66,7 @@ class Boundary(NamedTuple):
     Attributes:
         task: The one just learned.
         following: The next one.
-        number: Of the task just learned; -1: before the first.
+        number: Number of the task just learned; -1: before the first.
         images: () -> training images of the task and their labels, made once.
     """
 
@@ -125,7 +125,8 @@ class Measurer:
         Args:
             task: The one just learned: its training images serve the measures on real data.
             following: The next one, for local_redundancy_next_task.
-            number: Of the task just learned, which decides the images chosen; -1: before the first.
+            number: Number of the task just learned, which decides the images chosen; -1 before the
+                first.
 
         Returns:
             Records by name, and seconds by name; measures that share a pass have one time, under

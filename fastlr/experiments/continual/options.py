@@ -67,12 +67,13 @@ class ContinualOptions(TrainingOptions):
             ``fresh-digits`` `fastlr.experiments.data.FreshDigits` (all of scikit-learn).
         synthetic_classes: Their number (32 x 32, 200 training and 50 test images each).
         random_images: Training images of every task of random labels or digits.
-        random_classes: Of every task of random labels; of digits 10, of other tasks two.
-        tasks: How many, in all.
+        random_classes: Number of classes of a task of random labels. Tasks of digits have 10, other
+            tasks two.
+        tasks: Number of tasks.
         optimiser: ``adamw`` or ``sgd``.
-        learning_rate: Of either.
+        learning_rate: Learning rate of the optimiser.
         weight_decay: Decoupled for AdamW, in the gradient for SGD.
-        momentum: Of SGD.
+        momentum: Momentum of SGD.
         optimiser_state: ``kept`` from task to task, or ``reset`` at the start of each.
         epochs: Passes over a task's training images.
         flip: Mirror each training image with probability 1/2 (neither paper says that it does).
@@ -80,10 +81,10 @@ class ContinualOptions(TrainingOptions):
             do.
         norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place
             (see `fastlr.experiments.continual.interventions`).
-        layout: Of images, activations and weights in memory: ``channels-last``, with which a step
-            on a CPU takes less time for most networks, or ``contiguous`` (ResNet-18 on 32 x 32 and
-            64 x 64 images: 0.93 of the time on one core; ConvNet: 1.18; MobileNetV3-Large: 1.2 to
-            1.3; ResNet-50: 1.3). It changes the last bits.
+        layout: Layout of images, activations and weights in memory: ``channels-last``, with which a
+            step on a CPU takes less time for most networks, or ``contiguous`` (ResNet-18 on 32 x 32
+            and 64 x 64 images: 0.93 of the time on one core; ConvNet: 1.18; MobileNetV3-Large: 1.2
+            to 1.3; ResNet-50: 1.3). It changes the last bits.
         step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``,
             the model compiled by `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a
             GPU, else ``eager``. The records say which.
@@ -92,12 +93,12 @@ class ContinualOptions(TrainingOptions):
         measures: Which, with commas.
         measure_every: Measure after every k-th task (and before the first).
         redundancy_n: Synthetic images of local redundancy; the same ones at every measurement.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+        redundancy_probe: Probe of its estimates: ``sampled`` draws labels, as the paper does;
             ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them;
             ``batch`` takes the gradient of each ``redundancy_batch`` images' mean, which the paper
             may mean as well (docs/guides/measure.md).
-        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
-            then kept.
+        redundancy_batch: Number of inputs in a batch; 0: by the memory that is free at the first
+            measurement, then kept.
         measure_images: Training images of the task just learned for the measures of activations and
             gradients.
         tau: Threshold of dormant_ratio_tau.
@@ -244,7 +245,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
     r"""Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
 
     Args:
-        options: Of the run.
+        options: Options of the run.
         data: What ``config.json`` says of its data; older runs do not say ``resize``, which was
             ``crop``, and that of data which nobody has resized is None.
         tasks: Those that it has done.

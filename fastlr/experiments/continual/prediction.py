@@ -48,7 +48,7 @@ class Series:
     """The tasks of a run.
 
     Attributes:
-        seed: Of the run, or its name if it does not tell: runs of one seed are resampled together.
+        seed: Seed of the run, or its name. Runs of one seed are resampled together.
         target: Mean accuracy of the next tasks ``[tasks]``.
         base: What is known without the measure ``[tasks, b]``.
         measure: The measure now ``[tasks]``.
@@ -90,8 +90,8 @@ def predictions(
 
     Args:
         runs: Whose tasks are predicted.
-        resamples: Of the bootstrap of blocks.
-        seed: Of that bootstrap.
+        resamples: Number of resamples of the bootstrap of blocks.
+        seed: Seed of that bootstrap.
 
     Returns:
         A prediction for each measure that has enough tasks, in the order of the tables.

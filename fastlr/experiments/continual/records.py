@@ -123,8 +123,8 @@ class ContinualRun(RunFolder):
         if self.has_memorised:
             classes = as_dict(self.config, "data").get("classes", 0)
         else:
-            told = (record.get("classes") for record in self.tasks.values())
-            classes = next((len(names) for names in told if isinstance(names, list) and names), 0)
+            named = (record.get("classes") for record in self.tasks.values())
+            classes = next((len(names) for names in named if isinstance(names, list) and names), 0)
         return 1 / classes if classes else math.nan
 
     @property

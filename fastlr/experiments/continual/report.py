@@ -43,8 +43,8 @@ def write_report(
         out: Folder for the files, made if missing; None: ``report`` in the one path given,
             ``fastlr-report`` for several.
         figures: "png", or "none".
-        resamples: Of the bootstraps.
-        seed: Of the bootstraps.
+        resamples: Number of resamples of the bootstraps.
+        seed: Seed of the bootstraps.
         pool: Also pool runs of different configurations. Without it, the courses of runs that
             differ by interventions and seeds are laid side by side.
 

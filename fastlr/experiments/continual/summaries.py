@@ -176,8 +176,8 @@ def agreement(
     Args:
         runs: Runs without the reference are left out.
         reference: Name of the reference measure.
-        resamples: Of the bootstrap behind the standard error.
-        seed: Of the bootstrap.
+        resamples: Number of resamples of the bootstrap behind the standard error.
+        seed: Seed of the bootstrap.
 
     Returns:
         Each of them, raw and as logarithms; empty if the reference was not recorded.

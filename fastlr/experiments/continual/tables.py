@@ -177,8 +177,8 @@ def _correlation_notes(
         notes.append(f"Mean over {runs} runs, weighted by tasks, resampled within runs.")
     fewer = {label(c.measure): len(c.per_run) for c in known if len(c.per_run) < runs}
     if fewer:
-        told = ", ".join(f"{name} ({count})" for name, count in fewer.items())
-        notes.append(f"Of fewer runs, as the others have no such correlation: {told}.")
+        counts = ", ".join(f"{name} ({count})" for name, count in fewer.items())
+        notes.append(f"Of fewer runs, as the others have no such correlation: {counts}.")
     if kind == "semi-partial":
         notes.append(
             "A measure that is nearly a line in task number has a semi-partial correlation near "

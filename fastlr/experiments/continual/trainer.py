@@ -34,7 +34,7 @@ class Trainer(Learner):
 
     Args:
         model: Moved to the device, trained in place.
-        options: Of the run.
+        options: Options of the run.
         device: Where it is trained.
 
     Raises:

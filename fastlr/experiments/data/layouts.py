@@ -36,11 +36,11 @@ class ClassFiles:
     """The images of one class: names of files for each split, or one .npy file.
 
     Attributes:
-        name: of the class.
+        name: Name of the class.
         train: files of training images, as paths below the source, sorted.
         test: files of test images.
         npy: the .npy file, or None.
-        shape: of its array.
+        shape: Shape of its array.
         npy_train: how many of its images, from the first, are for training.
         first: the row of the store where the class begins.
     """
@@ -102,9 +102,9 @@ def scan(
     Args:
         source: As listed.
         kind: auto, imagenet, folder or npy.
-        test_fraction: Of each class, held out as test images where the layout has no split.
-        npy_train: Of each .npy file, the number of training images; the rest are test images.
-        seed: Of the held-out images.
+        test_fraction: Share of each class, held out as test images where the layout has no split.
+        npy_train: Number of training images of each .npy file; the rest are test images.
+        seed: Seed of the held-out images.
         limit: The first so many classes, or the names of those wanted; None: all.
 
     Raises:
@@ -171,7 +171,7 @@ def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, Cla
     This is torchvision's layout (``ImageFolder``).
     """
     classes: dict[str, ClassFiles] = {}
-    cut, told = len(base), base or "the source's folder"
+    cut, place = len(base), base or "the source's folder"
     for folder in sorted(source.folders):
         if folder.startswith(base) and "/" not in folder[cut:]:
             classes[folder[cut:]] = ClassFiles(folder[cut:])
@@ -180,9 +180,9 @@ def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, Cla
             continue
         parts = name[cut:].split("/", 1)
         if len(parts) == 1:
-            ignored[f"{told}: in no class"] += 1
+            ignored[f"{place}: in no class"] += 1
         elif not _is_image(name):
-            ignored[f"{told}: no image by its ending"] += 1
+            ignored[f"{place}: no image by its ending"] += 1
         else:
             classes[parts[0]].train.append(name)
     return classes

@@ -35,7 +35,7 @@ def random_labels(
     They are independent of each other and of the inputs.
 
     Args:
-        index: Of the samples.
+        index: Indices of the samples.
         classes: From 1 to ``2**31 - 1``.
         seed: In ``[0, 2**64)``.
 
@@ -56,9 +56,9 @@ class LabelledShapes:
 
     Args:
         n: Samples.
-        classes: Of the labels, at least 2.
+        classes: Number of classes of the labels, at least 2.
         size: Height and width of the images.
-        seed: Of images and labels.
+        seed: Seed of images and labels.
     """
 
     n: int
@@ -133,8 +133,8 @@ class GaussianPairs:
         n: Samples.
         context: Time steps of a window.
         horizon: Time steps of a target.
-        features: Of both.
-        seed: Of both.
+        features: Number of features of windows and targets.
+        seed: Seed of windows and targets.
     """
 
     n: int

@@ -79,9 +79,9 @@ def prepare(
         format: auto, imagenet, folder or npy.
         workers: Threads that decode, each a class at a time (None: one a core).
         limit_classes: The first so many classes, or the names of those wanted.
-        test_fraction: Of each class, held out for testing where the layout has no split.
-        npy_train: Of each .npy file, the number of training images.
-        seed: Of the held-out images, in ``[0, 2**64)``.
+        test_fraction: Share of each class, held out for testing where the layout has no split.
+        npy_train: Number of training images of each .npy file.
+        seed: Seed of the held-out images, in ``[0, 2**64)``.
         progress: Called with (what is done, images done, images in all).
 
     Returns:

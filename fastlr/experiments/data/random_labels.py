@@ -29,8 +29,8 @@ class RandomLabels:
 
     Args:
         images: How many, of 8 x 8 uniformly random bytes in three channels.
-        classes: Of each task.
-        seed: Of images and labels.
+        classes: Number of classes of each task.
+        seed: Seed of images and labels.
         digits: The first of `load_digits` in place of random bytes.
 
     Raises:
@@ -90,7 +90,7 @@ class PermutedDigits:
 
     Args:
         images: The first so many of `load_digits` are trained on, the others tested on.
-        seed: Of the orders.
+        seed: Seed of the orders.
     """
 
     size, classes = SIZE, 10
@@ -132,7 +132,7 @@ class FreshDigits(PermutedDigits):
 
     Args:
         images: So many digits are drawn for training, the others tested on.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def load(self, number: int, device: torch.device | str | None = None) -> Task:

@@ -34,7 +34,7 @@ class Table:
     """A series as it was read or made.
 
     Attributes:
-        name: Of the file without its ending, or "generated:SEED".
+        name: Name of the file without its ending, or "generated:SEED".
         path: The file; None if it was generated.
         columns: Names of the features.
         values: ``[rows, features]``, float64, in the unit of the file.
@@ -61,7 +61,7 @@ def open_series(name: str, rows: int = 4000) -> Table:
         name: The path of a CSV file; the name of one in the folder that the environment variable
             FASTLR_DATA names, with or without ".csv" (``ETTh1``); or ``generated`` or
             ``generated:SEED`` for `generated_series`.
-        rows: Of a generated series.
+        rows: Rows of a generated series.
 
     Raises:
         InputError: There is no such series, or it is unusable (see `read_series`).
@@ -310,7 +310,7 @@ class SplitSeries:
         table: What it was made of.
         train: Windows that lie in the first part.
         validation: Windows that lie in the rest; none reaches back into the first part.
-        mean: Of each feature in the first part, float64.
+        mean: Mean of each feature in the first part, float64.
         std: Standard deviation (over n), likewise.
     """
 
@@ -330,7 +330,7 @@ def split_series(
         table: The series.
         context: Rows of a window that are seen.
         horizon: Rows that follow them.
-        share: Of the rows, the first ones, for training.
+        share: Share of the rows, the first ones, for training.
 
     Returns:
         The windows, float32 on the CPU.

@@ -16,7 +16,7 @@ class Source:
     """A folder with its listing.
 
     Attributes:
-        path: of the folder.
+        path: Path of the folder.
         files: all files in it, sorted; hidden ones are not listed.
         folders: all folders in it.
     """

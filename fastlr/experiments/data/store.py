@@ -39,7 +39,7 @@ def build_index(
         plan: What the store was made of; needs ``size``.
         blocks: One a class, in order: name, rows, train, test (numbers of images), sha256,
             left_out.
-        versions: Of the software that decoded.
+        versions: Versions of the software that decoded.
     """
     first, classes = 0, []
     for block in blocks:
@@ -113,7 +113,7 @@ class ImageStore:
     Attributes:
         index: The content of ``index.json``: source, rule of resizing, versions, what was left out
             and why.
-        path: Of the folder; None in memory.
+        path: Path of the folder; None in memory.
         classes: Names, in order.
         size: Height and width of the images.
         digest: SHA-256 that identifies the content: the classes, their ranges and their checksums.

@@ -59,7 +59,7 @@ class TaskSequence(Protocol):
     """Tasks, each a pure function of a seed and its number.
 
     Attributes:
-        classes: Of a task.
+        classes: Number of classes of a task.
         size: Height and width of the images.
         fewest: Training images that every task has.
         digest: SHA-256 of the content.
@@ -83,7 +83,7 @@ class ClassPairs:
 
     Args:
         store: Where the images come from.
-        seed: Of `pairs`.
+        seed: Seed of `pairs`.
     """
 
     classes = 2
@@ -206,7 +206,7 @@ class Prefetcher:
 
     Args:
         load: A task's name -> the task on the CPU, such as the ``load`` of a `TaskSequence`.
-        names: Of the tasks, in order: numbers.
+        names: Names of the tasks, in order: numbers.
         device: None: the CPU.
     """
 

@@ -44,7 +44,7 @@ class Memorizer(TrainingLoop):
 
     Args:
         data: The samples to memorise.
-        options: Of the run.
+        options: Options of the run.
         device: Where to train.
         chunk: Inputs at a time when local redundancy is measured, from a checkpoint; 0: not known
             yet.

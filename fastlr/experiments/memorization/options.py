@@ -27,15 +27,15 @@ class MemorizeOptions(TrainingOptions):
         model_kwargs: Further arguments of the model, a JSON object. ``{"dropout": 0}`` for PatchTST
             lets it memorise more.
         n: Samples to memorise.
-        classes: Of the labels (vision).
+        classes: Number of classes of the labels (vision).
         size: Height and width of the images (vision).
         context: Time steps of a window (series).
         horizon: Time steps of a target (series).
         channels: Features of windows and targets (series).
         step: How a training step runs: ``eager``; ``compile``: the model through torch.compile;
             ``graph``: captured as a CUDA graph; ``auto``: ``graph`` on a GPU, else ``eager``.
-        learning_rate: Of AdamW, constant.
-        weight_decay: Of AdamW.
+        learning_rate: Learning rate of AdamW, constant.
+        weight_decay: Weight decay of AdamW.
         epochs: Passes over the samples.
         evaluate_every: Epochs from one evaluation over all samples, record and checkpoint to the
             next.
@@ -43,11 +43,11 @@ class MemorizeOptions(TrainingOptions):
             before the first; 0: never.
         redundancy_n: Its synthetic inputs: of the kind that is memorised, but not among the
             samples, always the same ones.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+        redundancy_probe: Probe of its estimates: ``sampled`` draws labels, as the paper does;
             ``rademacher`` has the same expectation and less variance; ``batch`` takes the gradient
             of each ``redundancy_batch`` inputs' mean.
-        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
-            then kept.
+        redundancy_batch: Number of inputs in a batch; 0: by the memory that is free at the first
+            measurement, then kept.
     """
 
     kind: Literal["vision", "series"] = "vision"

@@ -52,7 +52,7 @@ class Kind(NamedTuple):
         label: In words.
         paper: Bits a parameter in the paper's section 4.3.
         loss: What the loss is, with its unit.
-        definition: Of the bits.
+        definition: Definition of the bits.
     """
 
     label: str
@@ -175,8 +175,8 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     )
     others = [run for run in runs if math.isfinite(run.late_gain()) and not run.late_is_a_tenth]
     if others:
-        told = ", ".join(f"{run.name}: {_late(run)}" for run in others)
-        notes.append(f"last 10 % is of more epochs where no record is at their start ({told}).")
+        text = ", ".join(f"{run.name}: {_late(run)}" for run in others)
+        notes.append(f"last 10 % is of more epochs where no record is at their start ({text}).")
     for run in [group[0] for group in groups]:
         paper = KINDS[run.kind].paper
         notes.append(f"{run.name}: the paper has {paper} bits a parameter. {training_text(run)}")
@@ -341,8 +341,8 @@ def redundancy_curves(runs: Sequence[MemorizationRun]) -> Any:
         inputs = ""
         if "redundancy_n" in run.options:
             inputs = f", n = {run.options['redundancy_n']} inputs"
-        told = f"{run.name}{inputs} (band: ± 2 standard errors)"
-        axes.plot(epochs, values, color=colour, linewidth=1.4, marker="o", markersize=3, label=told)
+        text = f"{run.name}{inputs} (band: ± 2 standard errors)"
+        axes.plot(epochs, values, color=colour, linewidth=1.4, marker="o", markersize=3, label=text)
         log_axis(axes)
 
     labels = dict.fromkeys(KINDS, "local redundancy, E||grad||²")

@@ -18,8 +18,8 @@ class Field:
         name: In records, and for ``--set measures=``.
         label: In words.
         short: In a word or two, for the head of a column.
-        unit: Of its axis.
-        form: Of its text.
+        unit: Unit of its axis.
+        form: Format of its text.
         percent: True for a share that is shown in per cent.
         metric: The name of a measure in `fastlr.metrics`; empty for others.
         inputs: What local redundancy is measured on; empty for others.

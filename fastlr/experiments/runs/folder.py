@@ -123,7 +123,7 @@ class Run:
 
     Attributes:
         members: The ranks that work on the run.
-        path: Of the folder.
+        path: Path of the folder.
         config: The content of ``config.json``.
         state: That of the last checkpoint when the run was resumed; None if there is none yet.
         records: The records so far, those of kind "resume" included.

@@ -43,10 +43,10 @@ class RunOptions:
     """The options that every driver has.
 
     Attributes:
-        seed: Of all that is random in a run.
+        seed: Seed of all that is random in a run.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
-        threads: Of torch on the CPU, set for the whole process; 0: as it is (``OMP_NUM_THREADS``).
-            Their number changes the last bits of sums.
+        threads: Number of torch's threads on the CPU, set for the whole process; 0: as it is
+            (``OMP_NUM_THREADS``). It changes the last bits of sums.
 
     Raises:
         InputError: A value is outside of what its field is declared with, names something unknown
@@ -104,7 +104,7 @@ def parse_settings(kind: type, settings: Iterable[str], option: str = "--set") -
     Args:
         kind: The dataclass.
         settings: The texts.
-        option: Of the command line, for messages.
+        option: Name of the option, for messages.
 
     Raises:
         InputError: No ``=``, an unknown key (with the nearest one), a value of another type, or a

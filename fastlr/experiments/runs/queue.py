@@ -73,7 +73,7 @@ class Queue:
     """The runs of a folder, and how they are to be carried out.
 
     Attributes:
-        driver: Of all of them.
+        driver: Driver of all of them.
         path: The folder.
         preset: None: the driver's first, or that of the runs that are resumed.
         at_once: How many at a time; None: on the CPU one for each core over threads, else 4 a GPU.
@@ -102,7 +102,7 @@ class Queue:
         number becomes a setting of the run, since the last bits depend on it.
 
         Args:
-            settings_by_name: Of each run, where they differ from the preset's.
+            settings_by_name: Settings of each run, where they differ from the preset's.
             listening: Called with the names of the runs that are to be done; returns what hears
                 them (`run_jobs`).
 

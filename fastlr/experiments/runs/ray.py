@@ -154,7 +154,7 @@ def _carry_out(job: Job, path: list[str], cwd: str, variables: Mapping[str, str]
         job: The run.
         path: For imports, such as the user's model, after those of this node.
         cwd: Current folder, where it exists.
-        variables: Of the environment.
+        variables: Variables of the environment.
 
     Returns:
         The line of the error; None if there is none.

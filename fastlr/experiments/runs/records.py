@@ -154,7 +154,7 @@ class RunFolder:
         It is NaN where nothing was recorded.
 
         Args:
-            name: Of the measure or number.
+            name: Name of the measure or number.
             key: Which number of the measure's entry: "value", or another ("stderr").
         """
         return self._column(lambda record: measured(record, name).get(key))
@@ -270,8 +270,8 @@ def refuse_mixtures(
     """Check that runs have the same settings, as far as all of them tell.
 
     Args:
-        runs: Those that are to be pooled.
-        settings: Of each.
+        runs: Runs to pool.
+        settings: Settings of each run.
         remedy: What can be done besides giving fewer runs.
 
     Raises:

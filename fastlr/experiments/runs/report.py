@@ -85,7 +85,7 @@ class Drawing:
     """A picture to draw.
 
     Attributes:
-        name: Of the PNG file.
+        name: Name of the PNG file.
         draw: Returns the figure, or a picture of Pillow; None where there is nothing to draw.
         caption: What stands below it.
     """
@@ -159,8 +159,8 @@ def write_files(
     Pictures of an earlier report that there is nothing to draw for now are removed.
 
     Args:
-        folder: Of the report.
-        title: Of the page.
+        folder: Folder of the report.
+        title: Title of the page.
         findings: What the runs show, in sentences; they stand below the first picture, before
             anything else.
         lead: Opening paragraphs, below the findings; the page also says where the runs come from.

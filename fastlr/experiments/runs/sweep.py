@@ -75,9 +75,9 @@ def product(
     shortened, with a hash.
 
     Args:
-        driver: Of the runs.
+        driver: Driver of the runs.
         preset: None: the driver's first.
-        settings: Of all runs; ``seed`` is the first of the seeds.
+        settings: Settings of all runs; ``seed`` is the first of the seeds.
         grids: Values by option; the last one varies fastest.
         count: Seeds of each configuration.
 

@@ -85,7 +85,7 @@ class Forecaster(TrainingLoop):
         """Take one step of the `optimiser` a batch, and return the mean loss over windows.
 
         Args:
-            windows: Of the series.
+            windows: Windows of the series.
             batches: Indices of windows.
             rate: step (from 0) -> learning rate; None leaves it.
             after: Called with the number of steps done; True ends the training. It may change the
@@ -127,9 +127,9 @@ def batches(n: int, size: int, steps: int, seed: int) -> list[Tensor]:
 
     Args:
         n: Windows.
-        size: Of a batch; the last of a pass may be smaller.
+        size: Size of a batch; the last of a pass may be smaller.
         steps: 0: one pass; else so many full batches, drawn from one random order after another.
-        seed: Of the order.
+        seed: Seed of the order.
 
     Example:
         >>> [len(b) for b in batches(10, 4, 0, seed=0)], [len(b) for b in batches(10, 4, 5, seed=0)]

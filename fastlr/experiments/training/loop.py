@@ -31,13 +31,13 @@ class TrainingLoop:
 
     Args:
         model: On the device; trained in place.
-        device: Of the model.
+        device: Device of the model.
         options: Precision, sizes of batches and parts; with "bf16-weights", the model becomes
             bfloat16.
         step: A `fastlr.experiments.training.steps.StepMode`.
 
     Attributes:
-        optimiser: Of the trainable parameters.
+        optimiser: Optimiser of the trainable parameters.
         dtype: In which the model computes: `torch.bfloat16` or `torch.float32`.
         forward: The model as training calls it: compiled, or itself.
         steps: Runs the training steps.

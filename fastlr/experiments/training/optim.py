@@ -80,7 +80,7 @@ def mixed_order(
         batches: Where each batch's new images begin and end; all of them together are n.
         memory: Remembered images, at the indices that follow the n new ones; at least one.
         ratio: Remembered images for each new one of a batch; their number is rounded.
-        generator: Of the random order.
+        generator: Generator of the random order.
 
     Returns:
         Indices of all batches, one after another, and where each begins and ends.

@@ -61,7 +61,7 @@ class TrainingSteps:
         changed: Returns the tensors that a step changes: parameters, buffers, the optimiser's
             state. What a first step adds to them must mean the same as zeros, as the state of SGD
             and AdamW does.
-        device: Of the inputs and the model.
+        device: Device of the inputs and the model.
         graph: Capture steps.
         strict: Raise if a capture fails, rather than go on without, with a warning.
         recorder: Captures, on this device with this memory pool; `CudaRecorder` on a GPU.

@@ -71,7 +71,7 @@ def pick(name: str, epochs: Sequence[Record]) -> Record:
     """Return the pick of a strategy among the checkpoints, and the numbers that it goes by.
 
     Args:
-        name: Of the strategy.
+        name: Name of the strategy.
         epochs: The records of kind "pretrain", in order.
 
     Returns:

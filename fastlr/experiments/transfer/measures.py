@@ -114,7 +114,7 @@ class Probe:
     Args:
         net: Just made: every probe begins with its head.
         target: The series.
-        options: Of the run.
+        options: Options of the run.
 
     Raises:
         InputError: The network has no part of the name that the options say, or nothing to train in

@@ -28,21 +28,21 @@ class TransferOptions(training.TrainingOptions):
         source: Series to pretrain on, as for `fastlr.experiments.data.open_series`: a CSV file, its
             name in FASTLR_DATA, or ``generated:SEED``.
         target: Series to fine-tune on, with as many features.
-        generated_rows: Of generated series.
+        generated_rows: Number of rows of generated series.
         context: Time steps of a window that are seen.
         horizon: Time steps after them that are forecast.
-        train_share: Of the rows of each series, the first ones; the rest are for validation.
+        train_share: Share of the rows of each series, the first ones; the rest are for validation.
         validation_stride: Validate on every k-th window.
         compile: Run the training passes through torch.compile.
-        weight_decay: Of AdamW, everywhere.
-        epochs: Of pretraining; each ends with a checkpoint.
+        weight_decay: Weight decay of AdamW, everywhere.
+        epochs: Number of epochs of pretraining; each ends with a checkpoint.
         steps_per_epoch: Optimiser steps an epoch of pretraining; 0: as many as one pass over the
             windows takes. With a number, windows are drawn without repetition until all were seen,
             and again, so that a source with fewer windows is trained on for as many steps (ETTm1,
             the paper's, takes 54 at 1024 windows a step; ETTh1 14).
-        learning_rate: Of pretraining at its start; it falls to zero by the cosine, step by step.
+        learning_rate: Learning rate at the start of pretraining; it falls to zero by the cosine.
         redundancy_n: Gaussian inputs of local redundancy; the same ones at every measurement.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+        redundancy_probe: Probe of its estimates: ``sampled`` draws labels, as the paper does;
             ``rademacher`` has the same expectation and less variance; ``batch`` takes the gradient
             of each ``redundancy_batch`` inputs' mean.
         redundancy_per_epoch: Evenly spaced measurements an epoch, the last at its end; their mean
@@ -52,12 +52,12 @@ class TransferOptions(training.TrainingOptions):
         sigma: Standard deviation of the predictive distribution N(f(x), sigma^2 I), in the
             normalised unit. Local redundancy is proportional to 1 / sigma^2, so it does not matter
             for the selection.
-        dormant_threshold: Of `dormant_by`.
+        dormant_threshold: Threshold of `dormant_by`.
         dormant_by: A unit is dormant if its ``mean`` activation is below the threshold, as in the
             paper, or if the mean of its ``absolute`` activation is at most that.
         dormant_windows: Training windows of the source for it; the same ones at every checkpoint.
         head: Name of the model's part that a linear probe draws anew and trains.
-        probe_learning_rate: Of the probe, constant; the paper says only "one epoch".
+        probe_learning_rate: Learning rate of the probe, constant; the paper says only "one epoch".
         probe_by: Loss that the probe is judged by: on the target's ``validation`` windows, or the
             mean over its epoch of ``training``.
         strategies: Which to fine-tune for, with commas: the paper's, which are the default, and
@@ -65,7 +65,7 @@ class TransferOptions(training.TrainingOptions):
             measurements within its epoch.
         finetune_runs: Fine-tuning runs from each checkpoint that was picked, with different order
             and dropout.
-        finetune_epochs: Of each, at most.
+        finetune_epochs: Largest number of epochs of each fine-tuning.
         finetune_steps_per_epoch: As ``steps_per_epoch``, for fine-tuning and probes.
         finetune_learning_rate: Constant.
         finetune_evaluations: Evenly spaced validations of a fine-tuning run after the one before
@@ -156,7 +156,7 @@ def substitutions(options: TransferOptions, **actual: str | int) -> list[str]:
     """Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
 
     Args:
-        options: Of the run.
+        options: Options of the run.
         actual: What options with a meaning of their own came to: ``source`` and ``target`` (names
             of the series), ``steps_per_epoch`` and ``finetune_steps_per_epoch``.
 

@@ -42,13 +42,13 @@ class BlockOptions(NamedTuple):
 
     Attributes:
         name: Name of the convolution's weight.
-        eps: of the batch norm.
+        eps: Epsilon of the batch norm.
         activation: a key of fastlr.ops.activations.ACTIVATIONS.
-        dtype: of the block's work, autocast's perhaps.
-        geometry: of the convolution.
-        x_activation: of the block before, applied to ``x`` as it is loaded.
-        gradient_at_output: of ``x``, as in `fastlr.ops.block.Loaded`; who applies a derivative is
-            said in fastlr.ghost.fusion.pending.
+        dtype: Dtype of the block's work, autocast's perhaps.
+        geometry: Geometry of the convolution.
+        x_activation: Activation of the block before, applied to ``x`` as it is loaded.
+        gradient_at_output: See `fastlr.ops.block.Loaded`. `fastlr.ghost.fusion.pending` says who
+            applies a derivative.
         residual_activation: applied to the residual as it is loaded.
         passes_on_x: ``x`` is an output too, for those who load it after this block: their
             gradient, at the output of the activation, comes here and is added.

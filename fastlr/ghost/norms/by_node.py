@@ -30,7 +30,7 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
 
     Args:
         site: the node.
-        slots: of its parameters.
+        slots: Slots of its parameters.
     """
     owners = [_owners(site, output) for output in range(len(site.gradients))]
     gradients: dict[int, list[Tensor]] = {slot: [] for slot in slots}

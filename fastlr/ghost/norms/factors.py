@@ -33,7 +33,7 @@ class Factor:
     Attributes:
         shape: Shape of the tensor.
         joinable: names of the tensors that are joined where factors are (see `join`).
-        axis_of_rows: of these tensors.
+        axis_of_rows: Axis of rows of these tensors.
     """
 
     shape: Sequence[int]

@@ -53,7 +53,7 @@ class Site:
         gradients: at its outputs.
         layouts: where the samples are in them, by number of the output.
         count: number of samples B.
-        shapes: of the tensor in each parameter slot.
+        shapes: Shapes of the tensor in each parameter slot.
     """
 
     node: Any

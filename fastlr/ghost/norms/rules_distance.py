@@ -29,12 +29,12 @@ class Distances(Factor):
     ``groups`` of rows have points of their own.
 
     Attributes:
-        rows: of the samples, [B, *groups, T, D].
+        rows: Rows of the samples, [B, *groups, T, D].
         points: [*groups, M, D].
         distances: [B, *groups, M, T].
         g: gradient at them, [B, *groups, M, T].
-        p: of the p-norm.
-        shape: of the tensor of points: [*, M, D], where axes of groups that share points are
+        p: Exponent of the p-norm.
+        shape: Shape of the tensor of points: [*, M, D], where axes of groups that share points are
             missing or of size 1.
     """
 

@@ -125,7 +125,7 @@ class Grouped(Factor):
         g: gradients after it, likewise [pairs, T, O].
         pairs: the number of the sample times E plus that of the matrix, ascending [pairs].
         count: number of samples B.
-        shape: of the matrices (E, I, O).
+        shape: Shape of the matrices (E, I, O).
     """
 
     a: Tensor

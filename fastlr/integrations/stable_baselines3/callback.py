@@ -61,7 +61,7 @@ class LocalRedundancyCallback(BaseCallback):
         every_n_steps: environment steps between two measurements.
         every_n_rollouts: rollouts between two measurements. Neither: every 10,000 steps.
         at_start: measure as soon as there are observations, too.
-        measures: of `fastlr.metrics.measures`, those of parameters and of activations.
+        measures: Names of `fastlr.metrics.measures`, those of parameters and of activations.
         prefix: before each name that is logged.
         state_file: what a resumed training needs, written at each measurement. Go on with the
             same file after ``PPO.load(...)``, by ``learn(reset_num_timesteps=False)``: readings of
@@ -69,7 +69,7 @@ class LocalRedundancyCallback(BaseCallback):
         action_sigma: deviation around TD3's actions, which are scaled to [-1, 1]; None: that of
             its exploration noise.
         value_sigma: deviation around values.
-        seed: of the observations and the probe.
+        seed: Seed of the observations and the probe.
         verbose: as of any callback of SB3.
         options: dtype, on_error, and options of `fastlr.LocalRedundancy`; see
             `fastlr.integrations.measurement.Meter`.

@@ -183,7 +183,7 @@ def networks(agent: Any, action_sigma: float | None, value_sigma: float) -> dict
     """Return the parts of an agent by name: "actor" and "critic", of DQN the critic alone.
 
     Args:
-        agent: of Stable-Baselines3.
+        agent: Agent of Stable-Baselines3.
         action_sigma: deviation around TD3's actions; None: that of its exploration noise.
         value_sigma: deviation around values.
 

@@ -288,7 +288,7 @@ def test_the_commands_print_their_tables(folder, tmp_path, cli):
         ("report run --figures gif", "choose one of png, none"),
         ("report run --bootstrap 5", "at least 100"),
         ("report run run", "given twice"),
-        ("report", "Missing argument 'runs'"),
+        ("report", "Missing argument 'RUNS'"),
         ("ablate run --csv /nowhere/a.csv", "No such file"),
         ("ablate run --bootstrap 1", "at least 2 resamples"),
         ("report run --out /proc/x", "cannot write /proc/x"),

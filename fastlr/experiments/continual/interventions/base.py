@@ -23,7 +23,7 @@ class Learner(TrainingLoop):
     """A training loop that learns tasks, as far as interventions use it.
 
     Attributes:
-        options: Of the run: a class that is made of what is declared here.
+        options: Options of the run: a class that is made of what is declared here.
         channels_last: Layout of images.
         initial: The model's state dict at initialisation, on the device. The model is there, or
             will be loaded with a later state.

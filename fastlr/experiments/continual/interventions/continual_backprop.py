@@ -62,18 +62,18 @@ class ContinualBackprop(
         at_least=0,
         at_most=1,
         named="cbp_rate",
-        about="The share of each layer's mature units that is replaced in a step; 0: off. Dohare "
+        about="Share of each layer's mature units that is replaced in a step; 0: off. Dohare "
         "et al. take 3e-4 for dohare32.",
     )
     maturity: int = option(
-        100, at_least=0, named="cbp_maturity", about="Steps after which a unit is mature."
+        100, at_least=0, named="cbp_maturity", about="Number of steps after which a unit is mature."
     )
     decay: float = option(
         0.99,
         at_least=0,
         below=1,
         named="cbp_decay",
-        about="Of the running means of contribution utility and activation.",
+        about="Decay of the running means of contribution utility and activation.",
     )
     transfer: bool = option(
         True,

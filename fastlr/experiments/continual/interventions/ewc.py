@@ -30,7 +30,7 @@ def diagonal_fisher(
 
     Args:
         model: Left as it is; it returns logits ``[B, C]``.
-        parameters: Of the model.
+        parameters: Parameters of the model.
         x: Images ``[n, ...]``, n at least 1.
 
     Returns:
@@ -95,12 +95,12 @@ class EWC(
         0.95,
         at_least=0,
         at_most=1,
-        about="By which the Fisher information of earlier tasks is multiplied after each task.",
+        about="Factor of the Fisher information of earlier tasks after each task.",
     )
     images: int = option(
         200,
         at_least=1,
-        about="Of each task, for its Fisher information: one forward and backward pass each.",
+        about="Number of images of a task for its Fisher information; each takes a pass.",
     )
     keeps_running_means = True
 

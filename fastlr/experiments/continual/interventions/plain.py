@@ -51,13 +51,13 @@ class ShrinkAndPerturb(
         1.0,
         at_least=0,
         named="shrink",
-        about="Multiply every parameter by it at the start of each task after the first; 1: off.",
+        about="Factor of every parameter at the start of each task after the first; 1: off.",
     )
     perturb: float = option(
         0.0,
         at_least=0,
         named="perturb",
-        about="Then add normal noise of this standard deviation; 0: off.",
+        about="Standard deviation of the noise that is added then; 0: off.",
     )
 
     @classmethod
@@ -93,14 +93,14 @@ class PeriodicReset(Intervention, name="reset", source="Nikishin et al. 2022 (ar
     every: int = option(
         0,
         at_least=0,
-        about="Periodic resets: before every so many tasks the last layers begin anew; 0: off.",
+        about="Number of tasks between two resets of the last layers; 0: off.",
     )
     last: int = option(
         1,
         at_least=0,
         named="reset_layers",
-        about="How many layers that have a weight matrix, with all that is defined after them; 0: "
-        "the whole network.",
+        about="Number of layers to reset that have a weight matrix, with all that is defined after "
+        "them; 0: the whole network.",
     )
 
     def __init__(self, trainer: Learner) -> None:

@@ -31,12 +31,12 @@ class ReDo(UnitRenewal, name="redo", source="Sokar et al. 2023 (arXiv:2302.12902
     """
 
     every: int = option(
-        0, at_least=0, about="ReDo: dormant units are replaced after every so many steps; 0: off."
+        0, at_least=0, about="Number of steps between two replacements of dormant units; 0: off."
     )
     threshold: float = option(
         0.1,
         at_least=0,
-        about="Score, in means of the layer, up to which a unit is dormant; 0: if silent.",
+        about="Largest score of a dormant unit, in means of the layer; 0: silent units.",
     )
 
     steps = 0  # done in the run

@@ -43,9 +43,11 @@ class RedundancyFloor(Intervention, name="redundancy_floor", source="here"):
         0.1,
         at_least=0,
         named="floor_strength",
-        about="Of the penalty floor_strength * log(redundancy_floor / running mean).",
+        about="Factor of the penalty log(redundancy_floor / running mean).",
     )
-    samples: int = option(32, at_least=1, named="floor_images", about="Synthetic images a step.")
+    samples: int = option(
+        32, at_least=1, named="floor_images", about="Number of synthetic images per step."
+    )
 
     def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)

@@ -50,15 +50,14 @@ class ExperienceReplay(
         0,
         at_least=0,
         named="replay_images",
-        about="Images of earlier tasks in the memory of experience replay, each with the label of "
-        "its task; 0: off.",
+        about="Number of images of earlier tasks in the memory, with their labels; 0: off.",
     )
     share: float = option(
         0.5,
         positive=True,
         below=1,
         hint="replay_images=0 turns replay off",
-        about="Of each batch that is drawn from the memory.",
+        about="Share of each batch that is drawn from the memory.",
     )
 
     def __init__(self, trainer: Learner) -> None:

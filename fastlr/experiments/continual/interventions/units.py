@@ -30,7 +30,7 @@ class ReadingLayer:
     Unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
 
     Attributes:
-        name: Of the module.
+        name: Name of the module.
         layer: A linear layer or a convolution.
         repeat: Features a unit: 1, or the positions of a channel that were flattened.
         norm: The batch norm that reads the layer's output, if nothing else does.
@@ -73,7 +73,7 @@ class Units:
     """The units that some layers make together.
 
     Attributes:
-        name: Of the module that makes them.
+        name: Name of the module that makes them.
         count: How many.
         layers: By name, those whose row i makes unit i: one, and depthwise convolutions and layers
             that make factors.
