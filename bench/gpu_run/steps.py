@@ -88,9 +88,10 @@ TEST_FILES = files_with_gpu_tests()
 OPS_TESTS = [path for path in TEST_FILES if path.startswith("tests/ops/")]
 OTHER_TESTS = [path for path in TEST_FILES if not path.startswith("tests/ops/")]
 
-# The kernels of this clone are importable only if it is installed in editable mode.
+# This clone must be installed, which builds the extension, and no other one.
 KERNELS = "import os, fastlr.kernels as k; assert os.path.samefile(k.__path__[0], 'kernels')"
-INSTALLED = f'"$PYTHON" -c "{KERNELS}"'
+VERSION = "from importlib.metadata import version; version('fastlr')"
+INSTALLED = f'"$PYTHON" -c "{VERSION}; {KERNELS}"'
 PIP = python("pip install -q --no-build-isolation --no-deps -e .")
 INSTALL = f"{INSTALLED} 2>/dev/null || {{ PIP_BREAK_SYSTEM_PACKAGES=1 {PIP} && {INSTALLED}; }}"
 EMPTY_CACHES = 'rm -rf "$TRITON_CACHE_DIR"'

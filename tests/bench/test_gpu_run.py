@@ -327,7 +327,7 @@ def test_fastlr_is_installed_once_also_where_pip_refuses(run, tmp_path):
     rows = [Step("install", 10, 1, f"PYTHON={python}; {steps.INSTALL}", setup=True)]
     code, _ = run("a", rows)
     assert code == 0
-    check = f"{steps.KERNELS} "
+    check = f"{steps.VERSION}; {steps.KERNELS} "
     assert log.read_text().splitlines() == [check, "pip 1", check]
     run("b", rows, resume="a")
     assert log.read_text().splitlines()[3:] == [check]
