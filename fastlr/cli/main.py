@@ -103,7 +103,12 @@ def estimate(
     size: Size = 224,
     length: Length = None,
     features: Features = 7,
-    n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", "-n", help="Number of inputs; default: 5000, or all if there are fewer."
+        ),
+    ] = None,
     target_rel_stderr: Annotated[
         float | None, typer.Option(help="Stop once stderr / value is at most this.")
     ] = None,

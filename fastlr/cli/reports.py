@@ -48,6 +48,7 @@ Pool = Annotated[
     bool, typer.Option("--pool", help="Pool runs that differ in more than their seed, too.")
 ]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Write the table as CSV to this file.")]
+DEFAULT_N = 1000  # inputs of fastlr rank
 MODEL = typer.Option(
     help="Model of the checkpoints: torchvision or timm name, hf:NAME, or package.module:function."
 )
@@ -268,9 +269,11 @@ def rank(
     length: Length = None,
     features: Features = 7,
     n: Annotated[
-        int,
-        typer.Option("--n", "-n", help="Number of synthetic inputs, the same for all checkpoints."),
-    ] = 1000,
+        int | None,
+        typer.Option(
+            "--n", "-n", help="Number of inputs; default: 1000, or all if there are fewer."
+        ),
+    ] = None,
     by: Annotated[
         str,
         typer.Option(
@@ -326,6 +329,7 @@ def rank(
 
     from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
+    from fastlr.estimator.options import all_or
     from fastlr.experiments.checkpoints.measure import existing, measure_each, weight_files
     from fastlr.experiments.checkpoints.ranking import ranking
     from fastlr.experiments.checkpoints.ranking_report import (
@@ -367,9 +371,10 @@ def rank(
         batch_size=batch_size,
         seed=seed,
     )
+    total = all_or(DEFAULT_N, synthetic) if n is None else n
     left_out: dict[Path, str] = {}
     measured = measure_each(
-        net, paths, {"": (synthetic, n)}, progress=progress_bar, left_out=left_out, **options
+        net, paths, {"": (synthetic, total)}, progress=progress_bar, left_out=left_out, **options
     )
     if len(measured) < 2:
         raise InputError(f"fewer than two checkpoints can be measured: {_reasons(left_out)}")

@@ -28,9 +28,10 @@ from fastlr.ghost.report import shared_inputs
 from fastlr.ghost.trust.audits import Draw
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import refuse_where
-from fastlr.ops.torch_private import tree_flatten, tree_map
+from fastlr.ops.torch_private import tree_leaves, tree_map
 
 _LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution")  # nodes of linear layers
+TOKENS = (torch.int32, torch.int64)
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "ToCopy")  # nodes
 
 
@@ -301,20 +302,20 @@ def _are_logits_of_tokens(output: Tensor, x: Any, module: nn.Module) -> bool:
     """Return True if a model of token ids [B, T] gives a number for each token, [B, T, C].
 
     C must be the length of an embedding, and not its dimension: else the output may be features.
+    A model of transformers names the embedding of its tokens.
     """
     if output.ndim != 3:
         return False
     *positions, classes = output.shape
+    tokens = [t for t in tree_leaves(x) if isinstance(t, Tensor) and t.dtype in TOKENS]
+    if not any(list(t.shape) == positions for t in tokens):
+        return False
     tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    return (
-        any(list(t.shape) == positions and not t.is_floating_point() for t in _tensors(x))
-        and any(table.num_embeddings == classes for table in tables)
-        and all(table.embedding_dim != classes for table in tables)
+    named = getattr(module, "get_input_embeddings", lambda: None)()
+    of_tokens = tables if named is None else [named]
+    return any(getattr(t, "num_embeddings", None) == classes for t in of_tokens) and all(
+        table.embedding_dim != classes for table in tables
     )
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
 
 
 def refuse_probabilities(output: Tensor) -> None:

@@ -1,6 +1,7 @@
 """estimate and LocalRedundancy are unbiased, invariant to chunks, and leave the model untouched."""
 
 import copy
+import inspect
 import io
 import json
 import math
@@ -34,6 +35,7 @@ from fastlr.estimator.estimator import (
     paired_difference,
     regression_memorization_bound,
 )
+from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
@@ -418,6 +420,13 @@ def test_what_is_no_record_of_an_estimate(change, words):
         Estimate.from_dict(None)
 
 
+def test_signatures_are_written_alike():
+    arguments = inspect.signature(estimate).parameters
+    assert arguments == inspect.signature(LocalRedundancy).parameters
+    fields = inspect.signature(EstimateOptions).parameters
+    assert list(arguments) == list(fields)
+
+
 def test_all_of_few_inputs_are_used_by_default():
     x = torch.randn(64, 6)
     got = estimate(mlp(3), TensorInputs(x))
@@ -457,7 +466,11 @@ def test_the_output_of_a_language_model_is_categorical_by_default():
     got = estimate(model, words, 6)
     assert got.predictive == "Categorical(dim=-1)"
     assert got.value == estimate(model, words, 6, predictive=Categorical()).value
-    for other in (Words(11, 4, 7), Words(11, 11, 11)):  # its output may be features
+    named = Words(11, 4, 5)
+    named.positions = nn.Embedding(5, 4)  # as many as there are features
+    named.get_input_embeddings = lambda: named.embed
+    others = Words(11, 4, 7), Words(11, 11, 11), named
+    for other in others:  # its output may be features
         with refused(r"pass predictive=fastlr.Categorical\(\) for logits at several positions"):
             estimate(other, words, 6)
 
