@@ -348,7 +348,9 @@ def _report(error: Exception, shows_traceback: bool) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed
             return 2
         context = getattr(error, "ctx", None)
-        text += f" Try '{context.command_path if context else 'fastlr'} --help'."
+        place = context.command_path if context else "fastlr"
+        end = "" if text.endswith((".", "?")) else "."
+        text = f"{text}{end} Try '{place} --help'."
     elif isinstance(error, typer.Abort):
         text, code = "aborted", 1
     else:

@@ -140,9 +140,7 @@ def redundancy_loss(
         if carriers is not None:
             _refuse_another_output(engine, x, z, carriers)
         _look_at(z, view.parameters)
-        distribution = (
-            default_predictive(z, 0, x, view.module) if predictive is None else predictive
-        )
+        distribution = default_predictive(z, 0, x, view) if predictive is None else predictive
         if ends_in_sigmoid(z):
             warn_of_sigmoid(distribution)
         made = distribution.differentiable_cotangent(

@@ -6,7 +6,7 @@ They make the inputs, their cotangents, and the norms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Passes:
         def cotangent(output: Tensor) -> Any:
             self._require_rows(output, x, len(index))
             if self.predictive is None:
-                self.predictive = default_predictive(output, out_dim, x, self.view.module)
+                self.predictive = default_predictive(output, out_dim, x, self.view)
             self.axes = output.ndim
             if isinstance(index, range) and index.start == 0:
                 self.may_be_probabilities = _may_be_probabilities(output, out_dim)
@@ -270,13 +270,14 @@ def warn_of_sigmoid(predictive: Any) -> None:
         )
 
 
-def default_predictive(output: Tensor, out_dim: int, x: Any, module: nn.Module) -> Predictive:
+def default_predictive(output: Tensor, out_dim: int, x: Any, view: ModelView) -> Predictive:
     """Return Categorical() for logits [B, C >= 2], and for those of a language model.
 
     For other outputs raises an InputError that says what to pass.
     """
     shape = tuple(output.shape)
-    if out_dim == 0 and _are_logits_of_tokens(output, x, module):
+    if out_dim == 0 and _are_logits_of_tokens(output, x, view):
+        refuse_probabilities(output)
         return Categorical()
     if output.ndim == 2 and out_dim == 0 and shape[1] >= 2:
         refuse_probabilities(output)
@@ -298,28 +299,35 @@ def default_predictive(output: Tensor, out_dim: int, x: Any, module: nn.Module) 
     )
 
 
-def _are_logits_of_tokens(output: Tensor, x: Any, module: nn.Module) -> bool:
+def _are_logits_of_tokens(output: Tensor, x: Any, view: ModelView) -> bool:
     """Return True if a model of token ids [B, T] gives a number for each token, [B, T, C].
 
-    C must be the length of an embedding, and not its dimension: else the output may be features.
-    A model of transformers names the embedding of its tokens.
+    C must be the number of tokens that their embedding knows. It must differ from T and from the
+    dimension of every embedding: else the output may have other axes, or be features.
     """
-    if output.ndim != 3:
+    if output.ndim != 3 or output.shape[1] == output.shape[2]:
         return False
     *positions, classes = output.shape
-    tokens = [t for t in tree_leaves(x) if isinstance(t, Tensor) and t.dtype in TOKENS]
-    if not any(list(t.shape) == positions for t in tokens):
+    leaves = [t for t in tree_leaves(x) if isinstance(t, Tensor) and t.dtype in TOKENS]
+    tokens = [t for t in leaves if list(t.shape) == positions]
+    tables = [m for m in view.module.modules() if isinstance(m, nn.Embedding)]
+    if not tokens or any(table.embedding_dim == classes for table in tables):
         return False
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding)]
-    named = getattr(module, "get_input_embeddings", lambda: None)()
-    of_tokens = tables if named is None else [named]
-    return any(getattr(t, "num_embeddings", None) == classes for t in of_tokens) and all(
-        table.embedding_dim != classes for table in tables
-    )
+    seen: list[bool] = []  # of each table of that size that is used: whether it takes the tokens
+
+    def note(_: nn.Module, inputs: tuple, __: Any) -> None:
+        seen.append(any(torch.equal(inputs[0], t) for t in tokens))
+
+    with ExitStack() as hooks:
+        for table in tables:
+            if table.num_embeddings == classes:
+                hooks.callback(table.register_forward_hook(note).remove)
+        view.forward(copied(x))
+    return any(seen)
 
 
 def refuse_probabilities(output: Tensor) -> None:
-    """Raise InputError for outputs [B, C] that a softmax gave.
+    """Raise InputError for outputs [B, C] or [B, T, C] that a softmax gave.
 
     The softmax of these probabilities is another, far flatter distribution.
 
@@ -327,7 +335,7 @@ def refuse_probabilities(output: Tensor) -> None:
     to one in every row.
     """
     close = max(torch.finfo(output.dtype).eps, 1e-5)  # the sum of C rounded values that sum to one
-    off = (output.sum(1, dtype=torch.float64) - 1).abs().amax()
+    off = (output.sum(-1, dtype=torch.float64) - 1).abs().amax()
     refuse_where(
         (output.amin() >= 0) & (off <= close),
         lambda: InputError(

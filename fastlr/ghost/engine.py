@@ -33,6 +33,7 @@ from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph.plan import Key, Plan
 from fastlr.ghost.model.attributes import emptied
 from fastlr.ghost.model.batch import Batch, inputs_key
+from fastlr.ghost.model.non_finite import tensors_not_finite
 from fastlr.ghost.model.refusals import refusals
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import unchanged
@@ -403,6 +404,8 @@ class Engine:
     def _refuse_gradients_not_finite(self, table: Tensor) -> None:
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
             bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
+            if held := tensors_not_finite(self.view.module):
+                raise NonFiniteError(f"{held[0]} has values that are not finite")
             raise NonFiniteError(
                 f"the gradient of parameter {list(self.parameters)[bad]} is not finite for sample "
                 f"{sample} of the batch"

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from fastlr.errors import InputError
 from fastlr.ops.philox import check_range, check_seed
@@ -25,7 +26,7 @@ class SupportsBatch(Protocol):
         *,
         seed: int,
         device: torch.device,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
     ) -> Any:
         """Return samples ``start .. stop-1``, as `Inputs.batch` does."""
 
@@ -38,6 +39,15 @@ class Inputs:
     """
 
     limit: int | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a seed, which is no argument of fastlr's inputs."""
+        if "seed" in kwargs and cls.__module__.startswith("fastlr."):
+            raise InputError(
+                f"{cls.__name__} has no seed, as the same inputs serve for every seed: pass seed= "
+                "to fastlr.estimate, fastlr.Monitor or batch()"
+            )
+        return super().__new__(cls)
 
     def batch(
         self,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from fastlr import ops
 from fastlr.errors import InputError
@@ -73,15 +72,6 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
 
 class Generated(Inputs):
     """Base of inputs that are a function of their class, their arguments and the seed."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a seed, which is no argument of the inputs."""
-        if "seed" in kwargs and cls.__module__ == __name__:
-            raise InputError(
-                f"{cls.__name__} has no seed, as the same inputs serve for every seed: pass seed= "
-                "to fastlr.estimate, fastlr.Monitor or batch()"
-            )
-        return super().__new__(cls)
 
     def identity(self, used: int, seed: int) -> str:
         """Return class, arguments and seed, but for arguments that change no value."""

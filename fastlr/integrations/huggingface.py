@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from typing_extensions import Unpack
 
-from fastlr.errors import InputError, MissingExtraError, install
+from fastlr.errors import InputError, MissingExtraError, install, warn
 from fastlr.inputs.base import SupportsBatch
 from fastlr.integrations.measurement import NAME, Integration, MeterOptions, Reading, on_main
 from fastlr.ops.model_lock import locked
@@ -74,6 +74,11 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
 
     def on_train_begin(self, *event: Any, **given: Any) -> None:
         """Measure where the training starts."""
+        if not self.has_schedule and event[0].eval_strategy == "no":
+            warn(
+                "LocalRedundancyCallback measures at evaluations, and there are none: give it "
+                "every_n_steps or every_n_epochs"
+            )
         self._measure_if(self.at_start, event, given)
 
     def on_step_end(self, *event: Any, **given: Any) -> None:

@@ -81,7 +81,7 @@ class LocalRedundancyMonitor(Integration, Callback):
             every_n_epochs = 1
         super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **options)
         self.at_start, self.module = at_start, module
-        self._steps_seen = 0
+        self._steps_seen = self._epochs_done = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Look for what is measured, on every process, before anything runs."""
@@ -89,7 +89,7 @@ class LocalRedundancyMonitor(Integration, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure where the training starts."""
-        self._steps_seen = trainer.global_step
+        self._steps_seen, self._epochs_done = trainer.global_step, trainer.current_epoch
         if self.at_start:
             self.measure(trainer, pl_module)
 
@@ -101,7 +101,8 @@ class LocalRedundancyMonitor(Integration, Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure if enough epochs were done."""
-        if self.epoch_due(trainer.current_epoch + 1):
+        self._epochs_done = trainer.current_epoch + 1
+        if self.epoch_due(self._epochs_done):
             self.measure(trainer, pl_module)
 
     def measure(self, trainer: Any, pl_module: Any) -> Reading | None:
@@ -114,7 +115,7 @@ class LocalRedundancyMonitor(Integration, Callback):
             self.meter.measure,
             lambda: self._target(pl_module),
             trainer.global_step,
-            trainer.current_epoch,
+            self._epochs_done,
             dtype=dtype,
         )
         silent, strategy = [DummyLogger() for _ in trainer.loggers], trainer.strategy

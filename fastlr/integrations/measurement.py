@@ -5,6 +5,7 @@ A reading, and the keeper of the best checkpoint.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -19,7 +20,7 @@ from typing_extensions import Unpack
 
 from fastlr.display.trend import Measurement, describe
 from fastlr.distributed.fully_sharded import full_params
-from fastlr.errors import FastlrError, InputError, one_line, warn
+from fastlr.errors import FastlrError, InputError, did_you_mean, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same
 from fastlr.estimator.options import all_or, autocast_dtype, require_inputs
@@ -97,6 +98,11 @@ class Reading:
         """The local redundancy."""
         return self.estimate.value
 
+    @property
+    def stderr(self) -> float:
+        """The standard error of the local redundancy."""
+        return self.estimate.stderr
+
     def __repr__(self) -> str:
         """Return the moment and the numbers, in one line."""
         numbers = (f"{name}={value:.6g}" for name, value in self.values().items())
@@ -149,9 +155,6 @@ class Meter:
         on_error: str = "warn",
         **options: Any,
     ) -> None:
-        if unknown := sorted(set(options) - _OPTIONS):
-            known = ", ".join(sorted(_OPTIONS))
-            raise InputError(f"unknown option {', '.join(unknown)}: choose from {known}")
         if on_error not in ("warn", "raise"):
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if dtype != AUTO:
@@ -392,6 +395,11 @@ class Integration:
             None if every_n_epochs is None else count("every_n_epochs", every_n_epochs)
         )
         self.has_schedule = every_n_steps is not None or every_n_epochs is not None
+        known = _OPTIONS | set(inspect.signature(type(self)).parameters) - {"options"}
+        for name in options:
+            if name not in _OPTIONS:
+                hint = did_you_mean(name, known) or f"choose from {', '.join(sorted(known))}"
+                raise InputError(f"unknown option {name}: {hint}")
         self.meter = Meter(inputs, n, **options)
         self.keeper = Keeper(keep_best, mode)
         self.prefix = prefix

@@ -184,7 +184,9 @@ def memorization_capacity(
     with locked(model):
         device, parameters = view.device, sum(p.numel() for p in view.parameters.values())
     if hasattr(inputs, "batch"):
-        inputs = inputs.batch(0, checked_count("n", n), seed=seed, device=device)
+        dtype = next((p.dtype for p in view.parameters.values()), torch.float32)
+        count = checked_count("n", n)
+        inputs = inputs.batch(0, count, seed=seed, device=device, dtype=dtype)
     fit = partial(_fit, model, inputs, steps, learning_rate, predictive=predictive, output=output)
     fits = [fit(seed)]
     labels, classes = fits[0].labels, fits[0].classes
@@ -365,7 +367,7 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
         if step == 0:
             count = view.sample_count(z)
             if predictive is None:
-                predictive = default_predictive(z.detach(), 0, x, view.module)
+                predictive = default_predictive(z.detach(), 0, x, view)
             if labels is None:
                 labels = _labels(x, z.detach(), predictive)
             require_graph(z)
@@ -476,7 +478,7 @@ def curvature_rank(
             z = view.forward(copied(x))
         n = view.sample_count(z)
         if predictive is None:
-            predictive = default_predictive(z.detach(), 0, x, view.module)
+            predictive = default_predictive(z.detach(), 0, x, view)
         v = predictive.cotangent(
             z.detach(), "rademacher", range(n), seed, counted=padding_mask(x, z, 0)
         )

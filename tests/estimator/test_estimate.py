@@ -466,13 +466,20 @@ def test_the_output_of_a_language_model_is_categorical_by_default():
     got = estimate(model, words, 6)
     assert got.predictive == "Categorical(dim=-1)"
     assert got.value == estimate(model, words, 6, predictive=Categorical()).value
-    named = Words(11, 4, 5)
-    named.positions = nn.Embedding(5, 4)  # as many as there are features
-    named.get_input_embeddings = lambda: named.embed
-    others = Words(11, 4, 7), Words(11, 11, 11), named
-    for other in others:  # its output may be features
+    with_positions = Words(11, 4, 6)
+    with_positions.positions = nn.Embedding(6, 4)  # as many as there are features
+    others = [Words(11, 4, 7), Words(11, 11, 11), Words(5, 4, 5), with_positions]
+    others.append(nn.Sequential(Words(11, 4, 11), nn.Flatten(1), nn.Unflatten(1, (11, 5))))
+    for other in others:  # its output may be features, or have its classes on axis 1
+        words = TokenInputs(5, 5, name=None)
         with refused(r"pass predictive=fastlr.Categorical\(\) for logits at several positions"):
             estimate(other, words, 6)
+
+
+def test_probabilities_of_tokens_are_refused():
+    model = nn.Sequential(Words(11, 4, 11), nn.Softmax(-1))
+    with refused(r"outputs \[2, 5, 11\] torch.float32 look like probabilities"):
+        estimate(model, TokenInputs(11, 5, name=None), 2, batch_size=2)
 
 
 def test_bound():

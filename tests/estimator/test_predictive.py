@@ -21,8 +21,11 @@ from torch.testing import assert_close
 from fastlr.errors import NonFiniteError
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
+from fastlr.ghost.model.view import ModelView
 from fastlr.ops.fisher import categorical_root, uniforms
 
+LINEAR = nn.Linear(3, 3)
+VIEW = ModelView.of(LINEAR)
 DRAWS = 20_000
 PAIRS = DiagonalGaussian(dim=1)
 CLASSES = (2, 3, 10, 100)
@@ -308,10 +311,10 @@ def test_what_has_no_cotangent_is_named(given, match):
         (Gaussian, math.nan, "positive"),
         (Gaussian, "1", "number"),
         (lambda mask: Categorical(mask=mask), torch.ones(3), "boolean"),
-        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4), "Bernoulli"),
-        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4, 1), "Bernoulli"),
-        (lambda z: default_predictive(z, 0, z, nn.Tanh()), torch.zeros(4, 5, 3), "Categorical"),
-        (lambda z: default_predictive(z, 1, z, nn.Tanh()), torch.zeros(4, 3), "Categorical"),
+        (lambda z: default_predictive(z, 0, z, VIEW), torch.zeros(4), "Bernoulli"),
+        (lambda z: default_predictive(z, 0, z, VIEW), torch.zeros(4, 1), "Bernoulli"),
+        (lambda z: default_predictive(z, 0, z, VIEW), torch.zeros(4, 5, 3), "Categorical"),
+        (lambda z: default_predictive(z, 1, z, VIEW), torch.zeros(4, 3), "Categorical"),
     ],
 )
 def test_predictives_that_do_not_fit_are_named(kind, argument, match):

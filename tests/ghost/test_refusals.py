@@ -217,8 +217,9 @@ def test_the_hooks_of_opacus_are_named():
     opacus = pytest.importorskip("opacus")
     plain = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
     model = opacus.GradSampleModule(plain)
-    with refused(r"Opacus' GradSampleModule, .*: call disable_hooks\(\) before", ModelError):
-        fastlr.estimate(model, TensorInputs(X), 8)
+    for held in (model, plain):
+        with refused(r"Opacus' GradSampleModule .*: call its disable_hooks\(\) b", ModelError):
+            fastlr.estimate(held, TensorInputs(X), 8)
     model.disable_hooks()
     x = TensorInputs(torch.randn(8, 6))
     within = fastlr.estimate(model, x)
@@ -257,6 +258,24 @@ def test_batch_norm_without_running_statistics_is_named():
         fastlr.estimate(model, x)
     with refused(f"more than 1 value per channel .*{remedy}"):
         fastlr.estimate(model, x, batch_size=1)
+
+
+@mark.parametrize(
+    "layer", [nn.LSTM(6, 3), nn.MultiheadAttention(6, 2), nn.TransformerEncoderLayer(6, 2, 8)]
+)
+def test_layers_that_take_time_first_are_named(layer):
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = layer.eval(), nn.LazyLinear(3)
+            self(torch.randn(2, 4, 6))
+
+        def forward(self, x):
+            z = self.layer(x, x, x) if isinstance(layer, nn.MultiheadAttention) else self.layer(x)
+            return self.head((z if isinstance(z, torch.Tensor) else z[0]).mean(1))
+
+    with refused(r"module layer.* has batch_first=False", fastlr.InteractionError):
+        fastlr.estimate(TimeFirst(), TensorInputs(torch.randn(8, 4, 6)))
 
 
 class HalfCentred(TakesX):
@@ -300,7 +319,11 @@ def test_adapter_names_are_named():
         fastlr.per_sample_grad_sq_norms(model, batch, torch.randn(4, 2))
 
 
-@mark.parametrize("make", [ShapeImages, NoiseImages, lambda seed: TokenInputs(5, 3, seed=seed)])
+def of_tensors(seed):
+    return TensorInputs(X, seed=seed)
+
+
+@mark.parametrize("make", [ShapeImages, of_tensors, lambda seed: TokenInputs(5, 3, seed=seed)])
 def test_inputs_have_no_seed(make):
     with refused("has no seed, .*: pass seed= to fastlr.estimate"):
         make(seed=1)
@@ -323,3 +346,13 @@ def test_the_first_module_that_is_not_finite_is_named(spoil, where):
         with refused(f"not a number, first in module {where}", fastlr.NonFiniteError):
             fastlr.estimate(model, TensorInputs(torch.randn(8, 6)))
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_parameter_that_is_not_finite_is_named_before_a_gradient():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Flatten(), nn.Linear(24, 3)).eval()
+    x = torch.randn(4, 4, 6)
+    layer.self_attn.in_proj_weight.data[0, 0] = torch.nan
+    with refused(r"1\.self_attn\.in_proj_weight|whose self_attn.in_proj_", fastlr.NonFiniteError):
+        fastlr.per_sample_grad_sq_norms(model, x, torch.randn(4, 3))

@@ -4,7 +4,7 @@ import functools
 import json
 
 import torch
-from expected import refused
+from expected import refused, warned
 from integration_cases import Recorded, random_states, same_bits, seed_all
 from pytest import approx, importorskip, mark
 
@@ -161,6 +161,11 @@ def test_best_checkpoint_at_evaluations(tmp_path, sets):
         trainer.model.lm_head.weight.mul_(2)
     assert trainer.evaluate()["eval_local_redundancy"] == callback.last.value != reloaded.value
     assert len(callback.course) == 3
+
+
+def test_a_training_without_evaluations_is_warned_of(tmp_path):
+    with warned("measures at evaluations, and there are none: give it every_n_steps"):
+        train(tmp_path, WatchedTrainer())
 
 
 def test_resumption_and_epochs(tmp_path):

@@ -133,7 +133,7 @@ def test_epochs_loggers_and_a_submodule(tmp_path):
         at_start=False, prefix="fastlr/", module="net", measures=["weight_norm"]
     )
     module, trainer = fit(callback, folder=tmp_path)
-    assert [row[:2] for row in callback.rows] == [(4, 0), (8, 1)]
+    assert [row[:2] for row in callback.rows] == [(4, 1), (8, 2)]
     assert "0.weight" in callback.last.estimate.per_parameter
     header, *rows = [
         line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()

@@ -221,6 +221,7 @@ def test_a_reading_prints_as_one_line():
     reading = meter.measure()
     text = repr(reading)
     assert "\n" not in text and len(text) < 200
+    assert reading.stderr == reading.estimate.stderr
     assert f"local_redundancy={reading.value:.6g}" in text and "weight_norm=" in text
 
 
@@ -317,6 +318,7 @@ def test_a_measurement_that_fails_does_not_end_the_training():
         ({"mode": "best"}, "mode must be"),
         ({"keep_best": "/no/such/folder/best.pt"}, "no folder"),
         ({"log": 3}, "log must be a function"),
+        ({"every_n_step": 2}, "unknown option every_n_step: did you mean every_n_steps?"),
         ({"logger": print}, "unknown option"),
         ({"on_error": "ignore"}, "on_error"),
         ({"dtype": "fp8"}, "dtype"),

@@ -174,6 +174,19 @@ def replaced():
     return model
 
 
+class Own:
+    """Inputs as the documentation of `fastlr.estimate` describes them."""
+
+    def batch(self, start, stop, *, seed, device, dtype):
+        return torch.randn(stop - start, 3, dtype=dtype, device=device)
+
+
+@mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_capacity_on_inputs_of_an_own_class(dtype):
+    found = memorization_capacity(torch.nn.Linear(3, 2, dtype=dtype), Own(), 4, steps=2)
+    assert found.details["n"] == 4
+
+
 TRAINED = [trainability, memorization_capacity]
 
 

@@ -179,8 +179,8 @@ def test_a_checkpoint_of_lightning(tmp_path):
 
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 3)))
     module = Module(3)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **options)
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **dict.fromkeys(silent, False))
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "epoch.ckpt")
     model = nn.Linear(3, 2)

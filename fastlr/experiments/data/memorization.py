@@ -165,7 +165,7 @@ class GaussianPairs:
         """
         device = index.device
         if device not in self._made:
-            x = self.inputs.batch(0, self.n, seed=self.seed, device=device)
+            x = self.inputs.batch(0, self.n, seed=self.seed, device=device, dtype=torch.float32)
             shape = (self.horizon, self.features)
             y = normals(0, self.n, shape, stream=STREAMS["targets"], seed=self.seed, device=device)
             assert isinstance(x, Tensor)

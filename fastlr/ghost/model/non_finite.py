@@ -23,14 +23,13 @@ def first_module_not_finite(view: ModelView, x: Any) -> str:
     found: list[str] = []
 
     def hook_for(name: str) -> Callable:
-        def hook(module: nn.Module, _inputs: Any, result: Any) -> None:
+        def hook(module: nn.Module, inputs: tuple, result: Any) -> None:
             if found or not any(map(_is_not_finite, tree_leaves(result))):
                 return
-            held = [
-                p for p, value in module.named_parameters(recurse=False) if _is_not_finite(value)
-            ]
+            place = "the inputs of module" if any(map(_is_not_finite, inputs)) else "module"
+            held = tensors_not_finite(module)
             why = f", whose {held[0]} is not finite either" if held else ""
-            found.append(f", first in module {name} ({type(module).__name__}){why}")
+            found.append(f", first in {place} {name} ({type(module).__name__}){why}")
 
         return hook
 
@@ -43,6 +42,12 @@ def first_module_not_finite(view: ModelView, x: Any) -> str:
         except FAILURES:  # it has run before
             pass
     return found[0] if found else ""
+
+
+def tensors_not_finite(module: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that are not finite."""
+    held = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, value in held if _is_not_finite(value)]
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -50,12 +50,6 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "which fastlr measures, or measure the unwrapped model with its full state dict "
                 "loaded"
             )
-        if hasattr(model, "disable_hooks") and getattr(model, "hooks_enabled", False):
-            raise ModelError(
-                f"the model is Opacus' {type(model).__name__}, whose hooks take part in every "
-                "backward pass: call disable_hooks() before the measurement, and enable_hooks() "
-                "after it"
-            )
         compiled = getattr(model, "_orig_mod", None)
         if isinstance(compiled, nn.Module):
             model = compiled
@@ -140,7 +134,9 @@ class ModelView:
         Raises InputError or ModelError where it is none that can be measured.
         """
         axes = [_axis("in_dim", in_dim), _axis("out_dim", out_dim)]
-        return cls(weakref.ref(unwrap(model)), output, *axes)
+        module = unwrap(model)
+        _refuse_hooks_of_opacus(module)
+        return cls(weakref.ref(module), output, *axes)
 
     def renewed(self) -> ModelView:
         """Return the view of the model as it is now: other parameters may require grad."""
@@ -234,6 +230,17 @@ class ModelView:
     def batch(self, x: Any, count: int, batched: Sequence[int] | None = None) -> Batch:
         """Return the inputs of ``count`` samples so that samples can be picked (see `Batch`)."""
         return Batch(x, count, self.in_dim, batched)
+
+
+def _refuse_hooks_of_opacus(model: nn.Module) -> None:
+    """Raise ModelError if a GradSampleModule keeps gradients of samples of this model."""
+    for module in model.modules():
+        for hook in module._forward_hooks.values():
+            if getattr(getattr(hook, "__self__", None), "hooks_enabled", False):
+                raise ModelError(
+                    "the hooks of Opacus' GradSampleModule take part in every backward pass: call "
+                    "its disable_hooks() before the measurement, and enable_hooks() after it"
+                )
 
 
 def _axis(name: str, given: Any) -> int:

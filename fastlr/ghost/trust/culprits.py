@@ -75,6 +75,13 @@ def _interaction_message(together: BatchOutput) -> str:
             f"{message}, of whom it has an output each, as in f(x) @ g(x).T. Give what all samples "
             "are compared with as an input of its own, which they then share"
         )
+    modules = together.view.module.named_modules()
+    for name, module in modules:
+        if getattr(module, "batch_first", True) is False:
+            return (
+                f"{message}: module {name} ({type(module).__name__}) has batch_first=False, so it "
+                "takes axis 1 for the samples. Make it with batch_first=True, or pass in_dim=1"
+            )
     name = _first_changed_module(together)
     if name is None:
         return f"{message}. Make the forward pass work on each sample alone, {OR_ONE_SAMPLE}"
