@@ -33,7 +33,7 @@ from fastlr.cli.options import (
     kwargs_of,
     predictive_of,
 )
-from fastlr.errors import InputError, few
+from fastlr.errors import InputError, NonFiniteError
 from fastlr.files import write_text
 
 if TYPE_CHECKING:
@@ -378,10 +378,16 @@ def rank(
     )
     if len(measured) < 2:
         raise InputError(f"fewer than two checkpoints can be measured: {_reasons(left_out)}")
-    folder, names = _names_in_folder(list(measured))
-    estimates = {name: by_source[""] for name, by_source in zip(names, measured.values())}
+    by_path = {}
+    for path in measured:
+        try:
+            by_path[path] = others.measure(path)
+        except NonFiniteError as error:
+            left_out[path] = f"checkpoint {path}: {error}"
+    folder, names = _names_in_folder(list(by_path))
+    estimates = {name: measured[path][""] for name, path in zip(names, by_path)}
     ranked = ranking(estimates)
-    by_strategy = {name: others.measure(path) for name, path in zip(names, measured)}
+    by_strategy = dict(zip(names, by_path.values()))
     found = picks(estimates, by_strategy, strategies)
     seconds = sum(estimate.seconds for estimate in estimates.values())
     first = estimates[names[0]]
@@ -413,7 +419,7 @@ def rank(
 
 
 def _reasons(left_out: Mapping[Path, str]) -> str:
-    return few(left_out.values(), separator="; ")
+    return "; ".join(left_out.values())
 
 
 def _names_in_folder(paths: Sequence[Path]) -> tuple[str, list[str]]:

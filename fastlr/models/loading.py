@@ -12,6 +12,7 @@ import pickle
 import re
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -124,7 +125,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             "peft's merge_and_unload(), and save the merged model"
         )
     if path.name.endswith(".index.json"):
-        return {k: v for part in _shards(path) for k, v in read_checkpoint(part).items()}
+        return _read_shards(path)
     try:
         state, objects = _content(path)
     except InputError as error:
@@ -141,7 +142,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not any(tensors) or (objects and not all(tensors)):
         beside = f" (objects of {few(objects)})" if objects else ""
         raise InputError(f"checkpoint {path}: holds {what}{beside}, not named tensors; {SAVE}")
-    return {str(k): v for k, v in state.items()}
+    return with_versions({str(k): v for k, v in state.items()}, versions_of(state))
 
 
 def weights_file(path: str | os.PathLike[str]) -> Path:
@@ -150,20 +151,33 @@ def weights_file(path: str | os.PathLike[str]) -> Path:
     return next((path / name for name in (*WEIGHTS, *ADAPTERS) if (path / name).is_file()), path)
 
 
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names, in its folder.
+def _read_shards(index: Path) -> dict[str, Any]:
+    """Return the tensors that an index names, each from its file beside the index.
 
     Raises:
-        InputError: It is no index, or a file is missing.
+        InputError: It is no index, or a file is missing, unreadable or lacks a tensor.
     """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"checkpoint {index} is no index of weights ({error})") from error
-    absent = [name for name in names if not (index.parent / name).is_file()]
+        files = json.loads(index.read_text())["weight_map"]
+        names = {*files.values()} or {""}
+        are_names = all(file and Path(file).name == file != index.name for file in names)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"checkpoint {index} is no index of weights ({error!r})") from error
+    if not are_names:
+        raise InputError(f"checkpoint {index} is no index of files beside it")
+    absent = [file for file in names if not (index.parent / file).is_file()]
     if absent:
         raise InputError(f"checkpoint {index}: no {few(absent)} beside it: copy all of its files")
-    return [index.parent / name for name in names]
+    state: dict[str, Any] = {}
+    for file in sorted(names):
+        held = read_checkpoint(index.parent / file)
+        wanted = [name for name in files if files[name] == file]
+        if lacking := [name for name in wanted if name not in held]:
+            raise InputError(
+                f"checkpoint {index.parent / file} lacks {few(lacking)} of its index: copy it again"
+            )
+        state |= {name: held[name] for name in wanted}
+    return state
 
 
 def _unwrapped(state: Any, path: Path) -> Any:
@@ -252,48 +266,72 @@ def load_state_dict(
         source: What to call it in errors, such as the file's name.
 
     Raises:
-        InputError: Missing or unexpected names or different shapes, all listed.
+        InputError: Missing or unexpected names, other shapes or kinds of tensors, or other values
+            for names that share a tensor of the model, all listed.
     """
     wanted = model.state_dict()
     state = _without_prefix(state, wanted)
-    present = {_storage(wanted[k]) for k in state if k in wanted} - {None}
+    held = [k for k in state if k in wanted]
+    present: dict[Any, str] = {_storage(wanted[k]): k for k in reversed(held)}
+    present.pop(None, None)
     absent = [k for k, v in wanted.items() if k not in state and _storage(v) not in present]
-    shapes = [
-        f"{k} {_shape(state[k])} for {tuple(v.shape)}"
-        for k, v in wanted.items()
-        if isinstance(v, torch.Tensor) and k in state and _shape(state[k]) != tuple(v.shape)
-    ]
-    missing = [k for k in absent if not k.endswith("num_batches_tracked")]
+    shapes = [f"{k} {reason}" for k in held if (reason := _misfit(state[k], wanted[k])) is not None]
+    missing = [k for k in absent if k.rpartition(".")[2] != "num_batches_tracked"]
     unexpected = [k for k in state if k not in wanted]
+    first = {k: present.get(_storage(wanted[k]), k) for k in held}
+    untied = [
+        f"{k} and {first[k]}"
+        for k in held
+        if not shapes and first[k] != k and not _equal(state[k], state[first[k]])
+    ]
     wrong = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": shapes,
+        "of another shape or kind": shapes,
+        "one tensor in the model, but not here": untied,
     }
     if any(wrong.values()):
         reasons = "; ".join(
             f"{len(names)} {what}: {few(names)}" for what, names in wrong.items() if names
         )
         remedy = "check the model's name and classes"
-        if re.search(r"-\d+-of-\d+\.", source):
+        if re.search(r"-\d+-of-\d+\.", Path(source).name):
             remedy = "it is one part of several: give their folder, or its .index.json"
         elif any(".lora_" in name for name in unexpected):
             remedy = "merge the adapter (peft's merge_and_unload()), and save the merged model"
         raise InputError(f"{source} does not fit {type(model).__name__}: {reasons}; {remedy}")
-    model.load_state_dict(state, strict=False)
+    try:
+        model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValueError) as error:  # such as that of an older version of a module
+        raise InputError(f"{source} does not load: {first_line(error)}") from error
 
 
 def _without_prefix(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict without the prefix that makes most of its names the wanted ones."""
-    state = {k: v for k, v in state.items() if k != AVERAGED or k in wanted}
-    common = os.path.commonprefix(list(state))
+    counters = [k for k in state if k.rpartition(".")[2] == AVERAGED and k not in wanted]
+    names = [k for k in state if k not in counters] if len(counters) == 1 else list(state)
+    common = os.path.commonprefix(names)
     prefixes = ["", *(common[: i + 1] for i, letter in enumerate(common) if letter == ".")]
 
     def fitting(prefix: str) -> int:
-        return sum(name.removeprefix(prefix) in wanted for name in state)
+        return sum(name.removeprefix(prefix) in wanted for name in names)
 
     prefix = max(prefixes, key=fitting)
-    return {name.removeprefix(prefix): value for name, value in state.items()}
+    versions = versions_of(state) or versions_of(wanted)
+    modules = {f"{name}.".removeprefix(prefix).rstrip("."): v for name, v in versions.items()}
+    return with_versions({name.removeprefix(prefix): state[name] for name in names}, modules)
+
+
+def versions_of(state: Any) -> dict[str, Any]:
+    """Return the versions of the modules that made a state dict, by the modules' names."""
+    return getattr(state, "_metadata", None) or {}
+
+
+def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with versions of the modules that made it."""
+    made = OrderedDict(state)
+    vars(made)["_metadata"] = OrderedDict(versions)
+    return made
 
 
 def _from_torchvision(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
@@ -460,8 +498,23 @@ def _unknown(name: str) -> str:
 _MAKERS = {"hf": _from_transformers, "timm": _from_timm, "torchvision": _from_torchvision}
 
 
-def _shape(value: Any) -> tuple | str:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+def _misfit(value: Any, wanted: Any) -> str | None:
+    """Return why an entry does not fit one of the model's, or None."""
+    if not isinstance(wanted, torch.Tensor):
+        return None
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} for {tuple(wanted.shape)}"
+    if value.is_nested or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return "is sparse, nested, quantised or without values"
+    if value.shape != wanted.shape:
+        return f"{tuple(value.shape)} for {tuple(wanted.shape)}"
+    kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, wanted)]
+    return None if kinds[0] == kinds[1] else f"{value.dtype} for {wanted.dtype}"
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True for the same values, of which any may be NaN."""
+    return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _storage(value: Any) -> tuple | None:

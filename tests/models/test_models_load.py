@@ -15,7 +15,7 @@ import torch
 from expected import refused, warned
 from integration_cases import same_bits
 from pytest import approx, importorskip, mark, raises
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models import get_model
@@ -160,6 +160,7 @@ def test_an_averaged_model_is_a_checkpoint(tmp_path):
     load_state_dict(model, read_checkpoint(tmp_path / "ema.pt"))
     assert same_bits(source, model)
     load_state_dict(averaged, averaged.state_dict())
+    load_state_dict(model, {f"ema.{k}": v for k, v in averaged.state_dict().items()})
 
 
 def test_a_checkpoint_of_lightning(tmp_path):
@@ -204,11 +205,27 @@ def test_weights_in_several_files(tmp_path):
         torch.nn.init.zeros_(model.lm_head.weight)
         load_state_dict(model, read_checkpoint(path))
         assert same_bits(source, model)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    name, *_ = (name for name, file in index["weight_map"].items() if file == parts[0].name)
+    stale = {**load_file(parts[1]), name: torch.zeros(1)}
+    save_file(stale, parts[1])  # another file holds this name, too
+    load_state_dict(model, read_checkpoint(tmp_path))
+    assert same_bits(source, model)
     parts[1].unlink()
     with refused(f"no {parts[1].name} beside it: copy all of its files"):
         read_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with refused("is no index of weights"):
+    for content in ([], {}, {"weight_map": {}}, {"weight_map": {"a": 1}}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+        with refused("is no index of"):
+            read_checkpoint(tmp_path)
+    for file in ("../a.safetensors", str(parts[0]), "", "model.safetensors.index.json"):
+        content = json.dumps({"weight_map": {"a": file}})
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with refused("is no index of files beside it"):
+            read_checkpoint(tmp_path)
+    content = json.dumps({"weight_map": {"a": parts[0].name}})
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with refused(f"{parts[0].name} lacks a of its index"):
         read_checkpoint(tmp_path)
 
 
@@ -262,6 +279,53 @@ def test_tied_weights_stored_once():
     untied["head"].weight = nn.Parameter(torch.zeros(5, 3))
     with refused("missing: head.weight"):
         load_state_dict(untied, {"embed.weight": torch.zeros(5, 3)})
+
+    head = {"head.weight": torch.zeros(5, 3)}
+    with refused("1 one tensor in the model, but not here: head.weight and embed.weight"):
+        load_state_dict(model, {"embed.weight": torch.ones(5, 3), **head})
+
+
+class Versioned(nn.Linear):
+    """Its old versions kept the weight transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].mT
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@mark.parametrize("prefix", ["", "module.net."])
+@mark.parametrize("end", ["pt", "safetensors"])
+def test_versions_of_modules_are_known(tmp_path, prefix, end):
+    source, model = nn.Sequential(Versioned(3, 3)), nn.Sequential(Versioned(3, 3))
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"net": source})}) if prefix else source
+    path = tmp_path / f"c.{end}"
+    (save_file if end == "safetensors" else torch.save)(wrapped.state_dict(), path)
+    load_state_dict(model, read_checkpoint(path))
+    assert same_bits(source, model)
+    old = source.state_dict()
+    old._metadata["0"]["version"] = 1
+    torch.save(old, tmp_path / "old.pt")
+    load_state_dict(model, read_checkpoint(tmp_path / "old.pt"))
+    assert torch.equal(model[0].weight, source[0].weight.mT)
+
+
+@mark.parametrize(
+    ("change", "reason"),
+    [
+        (torch.Tensor.to_sparse, "is sparse"),
+        (lambda t: t.to("meta"), "is sparse, nested, quantised or without values"),
+        (torch.Tensor.char, "torch.int8 for torch.float32"),
+        (torch.Tensor.cfloat, "torch.complex64 for torch.float32"),
+    ],
+)
+def test_tensors_of_another_kind_are_refused(change, reason):
+    model = nn.Linear(3, 2)
+    state = {k: change(v) if k == "weight" else v + 1 for k, v in model.state_dict().items()}
+    with untouched(model), refused(f"1 of another shape or kind: weight {reason}"):
+        load_state_dict(model, state)
 
 
 def test_batchnorm_counter_may_be_missing():

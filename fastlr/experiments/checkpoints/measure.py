@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 import fastlr
-from fastlr.errors import FastlrError, InputError, NonFiniteError
+from fastlr.errors import FastlrError, InputError, NonFiniteError, warn
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.continual.fields import INPUTS
 from fastlr.models.loading import load_state_dict, read_checkpoint, weights_file
@@ -26,12 +26,19 @@ def no_progress(label: str, total: int) -> AbstractContextManager[Any]:
 def weight_files(checkpoints: Sequence[Path]) -> list[Path]:
     """Return the checkpoints, with the weights in place of folders that a Trainer has saved.
 
-    A folder of ``checkpoint-STEP`` folders stands for them in their order.
+    A folder of ``checkpoint-STEP`` folders stands for them in their order, and for its own weights.
+    Those without weights are left out with a warning.
     """
     files: list[Path] = []
     for path in checkpoints:
-        steps = sorted(path.glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder))
-        files += map(weights_file, steps or [path])
+        steps = [p for p in path.glob("checkpoint-*") if p.is_dir() and not p.is_symlink()]
+        for step in sorted(steps, key=lambda folder: (len(folder.name), folder)):
+            if weights_file(step) == step:
+                warn(f"{step} holds no weights: it is left out")
+            else:
+                files.append(weights_file(step))
+        if not steps or weights_file(path) != path:
+            files.append(weights_file(path))
     return files
 
 

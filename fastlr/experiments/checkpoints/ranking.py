@@ -33,7 +33,7 @@ class PairedTest:
             0.
         p: Two-sided, by the normal distribution.
         adjusted: p after Holm's correction for the number of all pairs.
-        equal: True if both have the same value on every input, as equal weights have.
+        equal: True if both have the same value on every input, not zero, as equal weights have.
     """
 
     first: str
@@ -72,20 +72,27 @@ class Ranking:
         )
 
     @property
-    def ties(self) -> list[str]:
-        """The checkpoints that tie with the largest: the adjusted p is at least ``level``."""
-        pairs = [pair for name in self.estimates if (pair := self.against_largest(name))]
-        return [pair.second for pair in pairs if pair.adjusted >= self.level]
+    def equal(self) -> list[str]:
+        """The checkpoints that are equal to the largest."""
+        return [pair.second for pair in self._pairs_of_largest() if pair.equal]
 
     @property
-    def next_largest(self) -> PairedTest:
-        """The pair of the largest and the next."""
-        return self.pairs[0]
+    def others(self) -> list[PairedTest]:
+        """The pairs of the largest and those that are not equal to it, in their order."""
+        return [pair for pair in self._pairs_of_largest() if not pair.equal]
+
+    @property
+    def ties(self) -> list[str]:
+        """The checkpoints that tie with the largest: the adjusted p is at least ``level``."""
+        return [pair.second for pair in self.others if pair.adjusted >= self.level]
 
     @property
     def distinguishable(self) -> bool:
-        """True if the largest can be told from the next."""
-        return self.next_largest.adjusted < self.level
+        """True if the largest can be told from the next that is not equal to it."""
+        return bool(self.others) and self.others[0].adjusted < self.level
+
+    def _pairs_of_largest(self) -> list[PairedTest]:
+        return list(filter(None, map(self.against_largest, self.estimates)))
 
 
 def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
@@ -142,7 +149,11 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
 
 def _equal(a: Estimate, b: Estimate) -> bool:
     assert a.per_sample is not None and b.per_sample is not None
-    return torch.equal(a.per_sample, b.per_sample) and a.per_parameter == b.per_parameter
+    return (
+        a.value > 0
+        and torch.equal(a.per_sample, b.per_sample)
+        and a.per_parameter == b.per_parameter
+    )
 
 
 def _holm(p: list[float]) -> list[float]:

@@ -15,28 +15,36 @@ _FEW = 100  # inputs below which a normal distribution of the mean is doubtful
 
 def verdict(ranked: Ranking) -> str:
     """Say which value is the largest, from which it cannot be told, and which are equal."""
-    against = list(filter(None, map(ranked.against_largest, ranked.estimates)))
-    others = [pair for pair in against if not pair.equal]
-    twins = [pair.second for pair in against if pair.equal]
     text = f"{ranked.largest} has the largest local redundancy"
-    if twins:
-        text = f"{' and '.join([ranked.largest, *twins])} have the largest local redundancy"
-    if others:
-        following = others[0]
+    if ranked.equal:
+        text = f"{_all([ranked.largest, *ranked.equal])} have the largest local redundancy"
+    if ranked.others:
+        following, ties = ranked.others[0], ", ".join(ranked.ties)
         p = _p(following.adjusted)
         numbers = f"z = {following.z:.1f}, adjusted p {p if p.startswith('<') else '= ' + p}"
-        ties = ", ".join(pair.second for pair in others if pair.adjusted >= ranked.level)
-        if following.adjusted >= ranked.level:
-            text += f", but cannot be told from {ties} ({numbers} for {following.second})"
-        else:
+        if ranked.distinguishable:
             text += f", distinguishable from the next, {following.second} ({numbers})"
             text += f"; not told from it, though: {ties}" if ties else ""
+        else:
+            text += f", but cannot be told from {ties} ({numbers} for {following.second})"
+    groups: dict[str, list[str]] = {}
+    for pair in ranked.pairs:
+        if pair.equal and pair.first not in sum(groups.values(), []):
+            groups.setdefault(pair.first, []).append(pair.second)
     equal = [
-        f"{pair.first} and {pair.second} are equal on every input, as equal weights are."
-        for pair in ranked.pairs
-        if pair.equal
+        f"{_all([first, *others])} are equal on every input, as equal weights are."
+        for first, others in groups.items()
     ]
     return " ".join([f"{text}.", *equal])
+
+
+def _all(names: Sequence[str]) -> str:
+    """Join names.
+
+    >>> _all(["a", "b", "c"])
+    'a, b and c'
+    """
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
@@ -76,6 +84,7 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
     return {
         "largest": ranked.largest,
         "distinguishable": ranked.distinguishable,
+        "equal": ranked.equal,
         "ties": ranked.ties,
         "verdict": verdict(ranked),
         "level": ranked.level,
@@ -90,7 +99,7 @@ def ranking_chart(ranked: Ranking) -> Any:
 
     The largest comes first. The intervals are of 95 %.
     """
-    names = list(ranked.estimates)
+    names = [name.replace("$", r"\$") for name in ranked.estimates]  # no formulas
     figure, (left, right) = new_figure((9, 1.5 + 0.32 * len(names)), 1, 2, sharey=True)
     for y, (name, estimate) in enumerate(ranked.estimates.items()):
         _interval(left, y, estimate.value, estimate.stderr, COLOURS[0])
@@ -101,7 +110,7 @@ def ranking_chart(ranked: Ranking) -> Any:
     right.axvline(0, color=MUTED, linewidth=1)
     left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
-    inputs = ranked.estimates[names[0]].n
+    inputs = ranked.estimates[ranked.largest].n
     style_rows(left, f"local redundancy, n = {inputs} inputs (± 1.96 standard errors)", fontsize=8)
     text = f"largest ({names[0]}) minus this one, paired (± 1.96 standard errors)"
     style_rows(right, text, fontsize=8)

@@ -7,14 +7,15 @@ import re
 import torch
 import torch.nn.functional as F
 from exact import seeded
-from expected import refused
+from expected import refused, warned
 from pytest import approx, fixture
+from safetensors.torch import save_file
 from torch import nn
 
 import fastlr
 from fastlr.errors import NonFiniteError
 from fastlr.estimator.result import Estimate
-from fastlr.experiments.checkpoints.measure import measure_each
+from fastlr.experiments.checkpoints.measure import measure_each, weight_files
 from fastlr.experiments.checkpoints.ranking import ranking
 from fastlr.experiments.checkpoints.ranking_report import ranking_sheet, verdict
 from fastlr.experiments.data import (
@@ -102,12 +103,19 @@ def test_what_is_said_of_ties():
     found = ranking(
         {"one": estimate(values), "twin": estimate(values.clone()), "low": estimate(values / 2)}
     )
-    assert found.ties == ["twin"]
-    assert not found.distinguishable
+    assert found.equal == ["twin"]
+    assert found.ties == []
+    assert found.distinguishable
     assert verdict(found) == (
         "one and twin have the largest local redundancy, distinguishable from the next, low (z = "
         "12.4, adjusted p <0.0001). one and twin are equal on every input, as equal weights are."
     )
+    copies = {name: estimate(values.clone()) for name in "abc"}
+    zeros = {"d": estimate(values * 0), "e": estimate(values * 0)}
+    text = verdict(ranking(copies | zeros))
+    assert text.startswith("a, b and c have the largest local redundancy, distinguishable")
+    assert text.endswith("a, b and c are equal on every input, as equal weights are.")
+    assert verdict(ranking(copies)).startswith("a, b and c have the largest local redundancy. a,")
     text = ranking_sheet(found).markdown()
     assert "Holm's correction for all 3 pairs of 3 checkpoints" in text
     assert "n = 50 the normal distribution is doubtful" in text
@@ -145,8 +153,43 @@ def test_unreadable_checkpoints_are_named_and_the_others_ranked(checkpoints, tmp
     said = " ".join(out.split())
     for reason in ("damaged or incomplete zip file", "does not fit Sequential", "not a number"):
         assert reason in said
+    assert "largest minus" in out
+    ranked = cli(f"{line} --figure {tmp_path}/f.png", *checkpoints.values(), damaged).out
+    assert str(damaged) in " ".join(ranked.split())
     few = "fewer than two checkpoints can be measured: .*damaged"
     assert re.search(few, cli(line, damaged, checkpoints["first"], code=2).err)
+
+
+def test_a_folder_of_a_trainer_is_ranked_with_its_own_weights(checkpoints, tmp_path, cli):
+    run = tmp_path / "run"
+    weights = {name: torch.load(path, weights_only=True) for name, path in checkpoints.items()}
+    for folder, name in (
+        (".", "near"),
+        ("checkpoint-90", "first"),
+        ("checkpoint-100", "confident"),
+    ):
+        (run / folder).mkdir(exist_ok=True, parents=True)
+        save_file(weights[name], run / folder / "model.safetensors")
+    (run / "checkpoint-110").mkdir()  # as of a process that was killed
+    (run / "checkpoint-best").symlink_to(run / "checkpoint-90")
+    with warned("checkpoint-110 holds no weights: it is left out"):
+        files = weight_files([run])
+    folders = [str(file.parent.relative_to(run)) for file in files]
+    assert folders == ["checkpoint-90", "checkpoint-100", "."]
+
+
+def test_a_checkpoint_that_another_strategy_cannot_measure_is_named(
+    checkpoints, stores, tmp_path, cli
+):
+    state = torch.load(checkpoints["first"], weights_only=True)
+    state["3.bias"] = torch.tensor([3e38, -3e38, 0.0])
+    torch.save(state, tmp_path / "large.pt")
+    line = f"rank --model test_rank:flat_net --size 8 -n 8 --json {tmp_path}/rank.json"
+    options = f"--by validation_loss --source {stores['source']} --batch-size 16"
+    cli(f"{line} {options}", *checkpoints.values(), tmp_path / "large.pt")
+    found = json.loads((tmp_path / "rank.json").read_text())
+    assert list(found["left_out"]) == [str(tmp_path / "large.pt")]
+    assert len(found["ranking"]) == 3
 
 
 def test_estimates_that_are_not_paired_are_refused():
