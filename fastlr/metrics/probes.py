@@ -184,7 +184,7 @@ def memorization_capacity(
     with locked(model):
         device, parameters = view.device, sum(p.numel() for p in view.parameters.values())
     if hasattr(inputs, "batch"):
-        dtype = next((p.dtype for p in view.parameters.values()), torch.float32)
+        dtype = next(iter(view.parameters.values())).dtype
         count = checked_count("n", n)
         inputs = inputs.batch(0, count, seed=seed, device=device, dtype=dtype)
     fit = partial(_fit, model, inputs, steps, learning_rate, predictive=predictive, output=output)

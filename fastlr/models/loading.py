@@ -272,23 +272,16 @@ def load_state_dict(
     wanted = model.state_dict()
     state = _without_prefix(state, wanted)
     held = [k for k in state if k in wanted]
-    present: dict[Any, str] = {_storage(wanted[k]): k for k in reversed(held)}
-    present.pop(None, None)
+    present = {_storage(wanted[k]) for k in held} - {None}
     absent = [k for k, v in wanted.items() if k not in state and _storage(v) not in present]
     shapes = [f"{k} {reason}" for k in held if (reason := _misfit(state[k], wanted[k])) is not None]
     missing = [k for k in absent if k.rpartition(".")[2] != "num_batches_tracked"]
     unexpected = [k for k in state if k not in wanted]
-    first = {k: present.get(_storage(wanted[k]), k) for k in held}
-    untied = [
-        f"{k} and {first[k]}"
-        for k in held
-        if not shapes and first[k] != k and not _equal(state[k], state[first[k]])
-    ]
     wrong = {
         "missing": missing,
         "unexpected": unexpected,
         "of another shape or kind": shapes,
-        "one tensor in the model, but not here": untied,
+        "one tensor in the model, but not here": [] if shapes else _untied(state, wanted),
     }
     if any(wrong.values()):
         reasons = "; ".join(
@@ -510,6 +503,17 @@ def _misfit(value: Any, wanted: Any) -> str | None:
         return f"{tuple(value.shape)} for {tuple(wanted.shape)}"
     kinds = [(t.is_floating_point(), t.is_complex()) for t in (value, wanted)]
     return None if kinds[0] == kinds[1] else f"{value.dtype} for {wanted.dtype}"
+
+
+def _untied(state: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return the pairs of names that share a tensor in a model, but not their values in a state."""
+    found, first = [], dict[Any, str]()
+    for name in state:
+        storage = _storage(wanted.get(name))
+        known = first.setdefault(storage, name)
+        if storage and known != name and not _equal(state[name], state[known]):
+            found.append(f"{known} and {name}")
+    return found
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

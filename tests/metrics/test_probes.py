@@ -174,7 +174,7 @@ def replaced():
     return model
 
 
-class Own:
+class OwnInputs:
     """Inputs as the documentation of `fastlr.estimate` describes them."""
 
     def batch(self, start, stop, *, seed, device, dtype):
@@ -183,7 +183,7 @@ class Own:
 
 @mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_capacity_on_inputs_of_an_own_class(dtype):
-    found = memorization_capacity(torch.nn.Linear(3, 2, dtype=dtype), Own(), 4, steps=2)
+    found = memorization_capacity(torch.nn.Linear(3, 2, dtype=dtype), OwnInputs(), 4, steps=2)
     assert found.details["n"] == 4
 
 

@@ -281,7 +281,7 @@ def test_tied_weights_stored_once():
         load_state_dict(untied, {"embed.weight": torch.zeros(5, 3)})
 
     head = {"head.weight": torch.zeros(5, 3)}
-    with refused("1 one tensor in the model, but not here: head.weight and embed.weight"):
+    with refused("1 one tensor in the model, but not here: embed.weight and head.weight"):
         load_state_dict(model, {"embed.weight": torch.ones(5, 3), **head})
 
 
