@@ -316,7 +316,8 @@ def _are_logits_of_tokens(output: Tensor, x: Any, view: ModelView) -> bool:
     seen: list[bool] = []  # of each table of that size that is used: whether it takes the tokens
 
     def note(_: nn.Module, inputs: tuple, __: Any) -> None:
-        seen.append(any(torch.equal(inputs[0], t) for t in tokens))
+        taken = [t.long().flatten() for t in inputs]
+        seen.append(any(torch.equal(i, t.long().flatten()) for i in taken for t in tokens))
 
     with ExitStack() as hooks:
         for table in tables:

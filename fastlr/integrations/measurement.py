@@ -23,7 +23,7 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.errors import FastlrError, InputError, did_you_mean, one_line, warn
 from fastlr.estimator.estimator import LocalRedundancy
 from fastlr.estimator.identity import of_inputs, of_predictive, same
-from fastlr.estimator.options import all_or, autocast_dtype, require_inputs
+from fastlr.estimator.options import EstimateOptions, all_or, autocast_dtype
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.predictive import Categorical, Predictive
 from fastlr.estimator.progress import OnProgress
@@ -159,10 +159,12 @@ class Meter:
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if dtype != AUTO:
             dtype = autocast_dtype(dtype)
-        require_inputs(inputs)
+        n = all_or(DEFAULT_N, inputs) if n is None else n
+        defaults = {k: p.default for k, p in inspect.signature(LocalRedundancy).parameters.items()}
+        given = {"model": nn.Module(), "inputs": inputs, "n": n, **options}
+        self.n = EstimateOptions(**{**defaults, **given}).n  # mistakes show here
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
         self.inputs, self.measures = inputs, tuple(measures)
-        self.n = all_or(DEFAULT_N, inputs) if n is None else count("n", n)
         self.x, self.y, self.loss, self.init_state = x, y, loss, init_state
         self.dtype, self.on_error, self.options = dtype, on_error, options
         self.batch_size: int | None = options.pop("batch_size", None)

@@ -319,6 +319,8 @@ def test_a_measurement_that_fails_does_not_end_the_training():
         ({"keep_best": "/no/such/folder/best.pt"}, "no folder"),
         ({"log": 3}, "log must be a function"),
         ({"every_n_step": 2}, "unknown option every_n_step: did you mean every_n_steps?"),
+        ({"seed": -1}, "seed"),
+        ({"probe": "radamacher"}, "unknown probe 'radamacher'"),
         ({"logger": print}, "unknown option"),
         ({"on_error": "ignore"}, "on_error"),
         ({"dtype": "fp8"}, "dtype"),

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from fastlr.errors import InputError, few, warn
 from fastlr.estimator.eval_mode import train_flags_kept
+from fastlr.estimator.statistics import count
 from fastlr.files import read_tensors, save_file
 from fastlr.inputs import TensorInputs
 from fastlr.integrations.measurement import MeasurementOptions, Reading
@@ -135,7 +136,8 @@ class LocalRedundancyCallback(BaseCallback):
         self._seen, self._too_few = Seen(n), f"fewer than n={n} observations were seen"
         self._agent: Any = None
         # A mistake in the options shows here, before there is an agent.
-        self._monitor(nn.ParameterList([torch.zeros(1)]), TensorInputs(torch.zeros(1, 1)), None)
+        observations = TensorInputs(torch.zeros(count("n", n), 1))
+        self._monitor(nn.ParameterList([torch.zeros(1)]), observations, None)
 
     @property
     def about(self) -> dict[str, str]:
