@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +22,18 @@ def first_module_not_finite(view: ModelView, x: Any) -> str:
     """
     found: list[str] = []
 
-    def hook_for(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, result: Any) -> None:
-            if found or not any(map(_is_not_finite, tree_leaves(result))):
-                return
-            place = "the inputs of module" if any(map(_is_not_finite, inputs)) else "module"
-            held = tensors_not_finite(module)
-            why = f", whose {held[0]} is not finite either" if held else ""
-            found.append(f", first in {place} {name} ({type(module).__name__}){why}")
-
-        return hook
+    def note(name: str, module: nn.Module, inputs: tuple, result: Any) -> None:
+        if found or not any(map(_is_not_finite, tree_leaves(result))):
+            return
+        place = "the inputs of module" if any(map(_is_not_finite, inputs)) else "module"
+        held = tensors_not_finite(module)
+        why = f", whose {held[0]} is not finite either" if held else ""
+        found.append(f", first in {place} {name} ({type(module).__name__}){why}")
 
     with ExitStack() as hooks, torch.no_grad():
         for name, module in view.module.named_modules():
             if name:
-                hooks.callback(module.register_forward_hook(hook_for(name)).remove)
+                hooks.callback(module.register_forward_hook(partial(note, name)).remove)
         try:
             view.forward(copied(x))
         except FAILURES:  # it has run before
