@@ -404,11 +404,11 @@ class Engine:
     def _refuse_gradients_not_finite(self, table: Tensor) -> None:
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
             bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
-            if held := tensors_not_finite(self.view.module):
-                raise NonFiniteError(f"{held[0]} has values that are not finite")
+            held = tensors_not_finite(self.view.module)
+            why = f": {held[0]} is not finite" if held else ""
             raise NonFiniteError(
                 f"the gradient of parameter {list(self.parameters)[bad]} is not finite for sample "
-                f"{sample} of the batch"
+                f"{sample} of the batch{why}"
             )
 
     def _warn_of_unregistered(self, plan: Plan) -> None:

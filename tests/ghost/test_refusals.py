@@ -348,11 +348,11 @@ def test_the_first_module_that_is_not_finite_is_named(spoil, where):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_parameter_that_is_not_finite_is_named_before_a_gradient():
+def test_a_parameter_that_is_not_finite_is_named_beside_a_gradient():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.Linear(6, 6), layer, nn.Flatten(), nn.Linear(24, 3)).eval()
     x = torch.randn(4, 4, 6)
     layer.self_attn.in_proj_weight.data[0, 0] = torch.nan
-    with refused(r"1\.self_attn\.in_proj_weight|whose self_attn.in_proj_", fastlr.NonFiniteError):
+    with refused(r"self_attn\.in_proj_weight is not finite", fastlr.NonFiniteError):
         fastlr.per_sample_grad_sq_norms(model, x, torch.randn(4, 3))
