@@ -309,19 +309,19 @@ def estimate(
     inputs, with whole parameters meanwhile: see `fastlr.distributed.full_params`.
 
     Args:
-        model: any module whose samples do not interact in eval mode.
-        inputs: ShapeImages, NoiseImages, GaussianSeries, GaussianInputs, TokenInputs, TensorInputs,
-            or an object of your own whose ``batch(start, stop, *, seed, device, dtype)`` returns
-            inputs start..stop-1, samples along axis 0.
+        model: Module whose samples do not interact in eval mode.
+        inputs: Inputs: ShapeImages, NoiseImages, GaussianSeries, GaussianInputs, TokenInputs,
+            TensorInputs, or an object of your own whose ``batch(start, stop, *, seed, device,
+            dtype)`` returns inputs start..stop-1, samples along axis 0.
         n: Number of inputs. The default is 5000, or all of them if there are fewer. With
             ``target_rel_stderr`` it is the most that are used (see ``max_n``).
-        predictive: Categorical, Bernoulli, Gaussian or DiagonalGaussian. Default: Categorical for
-            outputs [B, C] with C of at least 2, which must be logits: an error where those of the
-            first chunk are probabilities. Also for the logits of a language model [B, T, C].
-        probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the
-            paper) or "exact" (the label expectation, many passes), all of per-sample norms; or
-            "batch", ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
-            expectation, far noisier, for comparison; its samples are batches.
+        predictive: Distribution of the labels: Categorical, Bernoulli, Gaussian or
+            DiagonalGaussian. The default is Categorical for outputs [B, C] with C of at least 2,
+            and for the logits of a language model [B, T, C]. Probabilities are an error.
+        probe: Probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as
+            in the paper) or "exact" (the label expectation, many passes), all of per-sample norms.
+            "batch" is ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
+            expectation, far noisier, for comparison. Its samples are batches.
         batch_size: Number of inputs in a chunk. The default (250 for "batch") follows from the
             device's memory and what a small forward pass saves, and is at most 512. It is smaller,
             with a note, where little memory is free. It changes the results only by rounding,
@@ -330,29 +330,28 @@ def estimate(
             whatever n and the chunks.
         dtype: Autocast dtype, "bfloat16" or "float16" (also "bf16", "fp16", or a torch.dtype).
             None or "float32": no autocast, the model's own precision.
-        device: only checked: an error unless it is the model's.
-        output: picks the output tensor from what the model returns: key, attribute, index or
-            function.
-        in_dim: sample axis of the model's inputs; samples are moved there from axis 0.
-        out_dim: sample axis of the output.
-        target_rel_stderr: stop once stderr / value is at most this fraction (0.05 for 5 %), looked
-            at every 128 inputs from ``min_n`` on, so that the n where it stops does not depend on
-            the chunks. (A small min_n biases heavy tails low.)
-        min_n: fewest inputs with ``target_rel_stderr``.
-        max_n: most inputs with ``target_rel_stderr``; default: n, or the length of the inputs where
-            that is less.
-        progress: True for a progress bar, False for none, or a function called as (done, total,
-            value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
-            terminal or this is a notebook.
+        device: Device of the model. It is only checked.
+        output: Key, attribute, index or function that picks the output tensor from what the model
+            returns.
+        in_dim: Sample axis of the model's inputs. Samples are moved there from axis 0.
+        out_dim: Sample axis of the output.
+        target_rel_stderr: Fraction (0.05 for 5 %) of stderr / value at which to stop. It is checked
+            every 128 inputs from ``min_n`` on, so that the n at the end does not depend on the
+            chunks. A small min_n biases heavy tails low.
+        min_n: Fewest inputs with ``target_rel_stderr``.
+        max_n: Most inputs with ``target_rel_stderr``. The default is n, or the length of the inputs
+            if that is less.
+        progress: True for a progress bar, False for none, or a function that is called as (done,
+            total, value, stderr) after each chunk. None shows a bar on stderr after three seconds
+            in a terminal or notebook.
 
     Returns:
         An :class:`Estimate`, in nats per input per unit step size.
 
     Raises:
-        InputError: arguments or inputs that are wrong, named.
-        ModelError: the model cannot be measured as it is (see the engine), or one input does not
-            fit in memory.
-        NonFiniteError: an output, gradient or norm is not finite.
+        InputError: An argument or input is wrong.
+        ModelError: The model cannot be measured as it is, or one input does not fit in memory.
+        NonFiniteError: An output, gradient or norm is not finite.
 
     Source: paper, Theorem 3.4, Corollary 3.6 and section 3.6.
     """

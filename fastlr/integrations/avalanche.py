@@ -32,25 +32,25 @@ class LocalRedundancyMetric(Integration, PluginMetric):
     classifier) is planned and checked again. It is saved and loaded with the strategy.
 
     Args:
-        inputs: synthetic inputs, as for `fastlr.estimate`.
+        inputs: Inputs, as for `fastlr.estimate`.
         n: Number of inputs. The default is 1000, or all of them if there are fewer.
-        every_n_steps: training iterations between two measurements.
-        every_n_epochs: epochs between two measurements. Neither: after every experience.
+        every_n_steps: Number of training iterations between two measurements.
+        every_n_epochs: Number of epochs between two measurements. Neither: after every experience.
         at_start: measure before the first iteration too, where a mistake in the arguments shows at
             once.
         keep_best: a file for the state dict of the best model so far, or a function, as for
             `Monitor`.
         mode: "max" or "min", as for `Monitor`.
-        prefix: before each name.
-        options: measures, x, y, loss, init_state, dtype, on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        prefix: Prefix of each name.
+        options: Options of `fastlr.integrations.measurement.Meter`: measures, x, y, loss,
+            init_state, dtype, on_error, and options of `fastlr.estimate`.
 
     Attributes:
-        last: the last `Reading`, or None.
+        last: Last `Reading`, or None.
         best: the best one, or None.
 
     Raises:
-        InputError: wrong arguments.
+        InputError: An argument is wrong.
     """
 
     def __init__(

@@ -38,18 +38,18 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         inputs: Synthetic inputs, as for `fastlr.estimate`; for language models
             `fastlr.TokenInputs`.
         n: Number of inputs. The default is 1000, or all of them if there are fewer.
-        every_n_steps: optimizer steps between two measurements.
-        every_n_epochs: epochs between two measurements.
-        at_start: measure before the first step too, where a mistake in the arguments shows at once.
-        prefix: before each name that is logged.
-        options: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error,
-            and options of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        every_n_steps: Number of optimizer steps between two measurements.
+        every_n_epochs: Number of epochs between two measurements.
+        at_start: Whether to measure before the first step too, where mistakes show at once.
+        prefix: Prefix of each name that is logged.
+        options: Options of `fastlr.integrations.measurement.Meter`: measures, x, y, loss,
+            init_state, dtype ("auto": the trainer's), on_error, and options of `fastlr.estimate`.
 
     Attributes:
-        last: the last `Reading`, or None.
+        last: Last `Reading`, or None.
 
     Raises:
-        InputError: wrong arguments.
+        InputError: An argument is wrong.
 
     Example:
         >>> callback = LocalRedundancyCallback(inputs, n=128)  # doctest: +SKIP

@@ -39,33 +39,35 @@ class Monitor(Integration):
     scaler does not matter. Averaged weights (EMA, SWA): monitor the averaged module itself.
 
     Args:
-        model: the model that trains; DDP and torch.compile wrappers are looked through.
-        inputs: synthetic inputs, as for `fastlr.estimate`.
+        model: Model that trains, also in a DDP or torch.compile wrapper.
+        inputs: Inputs, as for `fastlr.estimate`.
         n: Number of inputs. The default is 1000, or all of them if there are fewer.
-        every_n_steps: optimizer steps between two measurements.
-        every_n_epochs: epochs between two measurements. Neither: only where ``measure`` is called.
+        every_n_steps: Number of optimizer steps between two measurements.
+        every_n_epochs: Number of epochs between two measurements. With neither, only ``measure``
+            measures.
         log: Function of (values, step) that is called after each measurement, such as
             ``lambda values, step: wandb.log(values, step=step)``. ``values`` is a dict of numbers
             by name.
-        keep_best: a file for the state dict of the best model so far ("state_dict", with "step",
-            "epoch", "local_redundancy" and "local_redundancy_stderr"), or a function that is called
-            with each best `Reading`.
-        mode: "max": the best is the largest local redundancy, as in the paper's choice of
-            checkpoints; or "min".
-        prefix: before each name that is logged, such as "fastlr/".
-        options: measures, x, y, loss, init_state, dtype, on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        keep_best: File for the state dict of the model with the largest value so far
+            ("state_dict", with "step", "epoch", "local_redundancy" and "local_redundancy_stderr"),
+            or a function that is called with each such `Reading`.
+        mode: "max" to keep the largest value, as the paper chooses checkpoints, or "min".
+        prefix: Prefix of each name that is logged, such as "fastlr/".
+        options: Options of `fastlr.integrations.measurement.Meter`: measures, x, y, loss,
+            init_state, dtype, on_error, and options of `fastlr.estimate`.
 
     Attributes:
-        last: the last `Reading`, or None.
-        first: numbers of the first one: "value", "stderr" and "per_parameter".
-        best: the best one, or None; after a resumption None until it is beaten.
-        steps: optimizer steps done.
-        epochs: epochs done.
-        seconds: spent measuring.
+        last: Last `Reading`, or None.
+        first: Numbers of the first reading: "value", "stderr" and "per_parameter".
+        best: Reading with the largest value, or None. After a resumption it is None until a larger
+            value comes.
+        steps: Number of optimizer steps done.
+        epochs: Number of epochs done.
+        seconds: Seconds spent measuring.
 
     Raises:
-        InputError: wrong arguments. ModelError: no trainable parameters, or sharded ones.
+        InputError: An argument is wrong.
+        ModelError: The model has no trainable parameters, or sharded ones.
 
     Example:
         >>> import torch, fastlr
