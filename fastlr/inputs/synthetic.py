@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
 class Generated(Inputs):
     """Base of inputs that are a function of their class, their arguments and the seed."""
 
+    def __repr__(self) -> str:
+        """Return the constructor call: the first argument, and those that are not the default."""
+        first, *others = fields(self)  # type: ignore[arg-type]
+        shown = [first, *(f for f in others if getattr(self, f.name) != f.default)]
+        arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+        return f"{type(self).__name__}({arguments})"
+
     def identity(self, used: int, seed: int) -> str:
         """Return class, arguments and seed, but for arguments that change no value."""
         if type(self).__module__ != __name__:  # a subclass may make others
@@ -86,7 +93,7 @@ class Generated(Inputs):
         return f"arguments:{json.dumps(record, sort_keys=True)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShapeImages(Generated):
     """Images of overlapping random shapes: the vision inputs of the paper (Section 3.6).
 
@@ -239,7 +246,7 @@ class ShapeImages(Generated):
         return {"seed": seed, **shapes, **values}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NoiseImages(Generated):
     """Independent Gaussian noise in every pixel and channel.
 
@@ -294,7 +301,7 @@ class NoiseImages(Generated):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GaussianSeries(Generated):
     """Random context windows x ~ N(0, I): the time series inputs of the paper (Section 3.6).
 
@@ -324,7 +331,7 @@ class GaussianSeries(Generated):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenInputs(Generated):
     """Independent, uniformly random tokens, for language models.
 
