@@ -319,11 +319,12 @@ def rank(
     --by adds the paper's other strategies of selection (Table 3).
     """
     check_folders(csv=csv_file, json=json_file, figure=figure)
+    dtype = dtype_of(dtype)
     options = {
         "predictive": predictive_of(predictive, sigma, inputs),
         "batch_size": batch_size,
         "seed": seed,
-        "dtype": dtype_of(dtype),
+        "dtype": dtype,
     }
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
 
@@ -347,7 +348,7 @@ def rank(
 
     paths = existing(weight_files(checkpoints), 2, "a ranking needs at least two")
     strategies = wanted(by, {"source": source, "target": target})
-    if len(strategies) > 1 and dtype_of(dtype) == "fp16":
+    if len(strategies) > 1 and dtype == "fp16":
         raise InputError(
             "--dtype fp16 goes with local_redundancy alone: choose fp32 or bf16 for --by"
         )
@@ -367,7 +368,7 @@ def rank(
         target=target,
         context=length or 512,
         head=head,
-        dtype=dtype_of(dtype),
+        dtype=dtype,
         batch_size=batch_size,
         seed=seed,
     )
@@ -376,14 +377,14 @@ def rank(
     measured = measure_each(
         net, paths, {"": (synthetic, total)}, progress=progress_bar, left_out=left_out, **options
     )
-    if len(measured) < 2:
-        raise InputError(f"fewer than two checkpoints can be measured: {_reasons(left_out)}")
     by_path = {}
     for path in measured:
         try:
             by_path[path] = others.measure(path)
         except NonFiniteError as error:
             left_out[path] = f"checkpoint {path}: {error}"
+    if len(by_path) < 2:
+        raise InputError(f"fewer than two checkpoints can be measured: {_reasons(left_out)}")
     folder, names = _names_in_folder(list(by_path))
     estimates = {name: measured[path][""] for name, path in zip(names, by_path)}
     ranked = ranking(estimates)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, warn
+from fastlr.estimator.eval_mode import eval_mode
 from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
@@ -308,22 +309,24 @@ def _are_logits_of_tokens(output: Tensor, x: Any, view: ModelView) -> bool:
     if output.ndim != 3 or output.shape[1] == output.shape[2]:
         return False
     *positions, classes = output.shape
-    leaves = [t for t in tree_leaves(x) if isinstance(t, Tensor) and t.dtype in TOKENS]
-    tokens = [t for t in leaves if list(t.shape) == positions]
     tables = [m for m in view.module.modules() if isinstance(m, nn.Embedding)]
-    if not tokens or any(table.embedding_dim == classes for table in tables):
+    leaves = [t for t in tree_leaves(x) if isinstance(t, Tensor) and t.dtype in TOKENS]
+    has_tokens = any(list(t.shape) == positions for t in leaves)
+    if not has_tokens or any(table.embedding_dim == classes for table in tables):
         return False
+    few = view.batch(x, positions[0]).pick(range(min(2, positions[0])))
+    tokens = [t.long().flatten() for t in tree_leaves(few) if isinstance(t, Tensor)]
     seen: list[bool] = []  # of each table of that size that is used: whether it takes the tokens
 
     def note(_: nn.Module, inputs: tuple, __: Any) -> None:
         taken = [t.long().flatten() for t in inputs]
-        seen.append(any(torch.equal(i, t.long().flatten()) for i in taken for t in tokens))
+        seen.append(any(torch.equal(i, t) for i in taken for t in tokens))
 
-    with ExitStack() as hooks:
+    with eval_mode(view.module, view.device), ExitStack() as hooks:
         for table in tables:
             if table.num_embeddings == classes:
                 hooks.callback(table.register_forward_hook(note).remove)
-        view.forward(copied(x))
+        view.forward(few)
     return any(seen)
 
 

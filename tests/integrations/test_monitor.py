@@ -1,6 +1,7 @@
 """The monitor of hand-written loops leaves training the same and agrees with `fastlr.estimate`."""
 
 import copy
+import inspect
 import math
 import pickle
 from functools import partial
@@ -27,7 +28,7 @@ import fastlr
 from fastlr.display.trend import describe, trend
 from fastlr.errors import NonFiniteError
 from fastlr.integrations import Monitor
-from fastlr.integrations.measurement import on_main
+from fastlr.integrations.measurement import MeterOptions, on_main
 
 
 def monitor(model, **options):
@@ -214,6 +215,17 @@ def test_the_plot_is_over_epochs_if_no_step_was_counted():
     axes = meter.plot().axes[0]
     assert list(axes.lines[0].get_xdata()) == [1, 2, 3]
     assert axes.get_xlabel() == "epochs"
+
+
+def test_the_options_are_those_of_an_estimate():
+    arguments = set(inspect.signature(fastlr.estimate).parameters) - {
+        "model",
+        "inputs",
+        "n",
+        "device",
+    }
+    own = {"measures", "x", "y", "loss", "init_state", "on_error"}
+    assert set(MeterOptions.__annotations__) == arguments | own
 
 
 def test_a_reading_prints_as_one_line():

@@ -187,6 +187,26 @@ def test_capacity_on_inputs_of_an_own_class(dtype):
     assert found.details["n"] == 4
 
 
+class DroppedWords(nn.Module):
+    """A language model with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.Embedding(7, 5), nn.Dropout(0.5), nn.Linear(5, 7)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, words):
+        return self.layers(words)
+
+
+def test_the_default_distribution_of_a_language_model_draws_nothing():
+    torch.manual_seed(0)
+    model, words = DroppedWords(), fastlr.TokenInputs(7, 3, name=None)
+    given = {}, {"predictive": fastlr.Categorical()}
+    found = [memorization_capacity(model, words, 4, steps=3, **options) for options in given]
+    assert found[0] == found[1]
+
+
 TRAINED = [trainability, memorization_capacity]
 
 

@@ -67,9 +67,7 @@ class Ranking:
 
     def against_largest(self, name: str) -> PairedTest | None:
         """The pair of the largest and another checkpoint; None for the largest itself."""
-        return next(
-            (pair for pair in self.pairs if (pair.first, pair.second) == (self.largest, name)), None
-        )
+        return next((pair for pair in self._pairs_of_largest() if pair.second == name), None)
 
     @property
     def equal(self) -> list[str]:
@@ -92,7 +90,7 @@ class Ranking:
         return bool(self.others) and self.others[0].adjusted < self.level
 
     def _pairs_of_largest(self) -> list[PairedTest]:
-        return list(filter(None, map(self.against_largest, self.estimates)))
+        return [pair for pair in self.pairs if pair.first == self.largest]
 
 
 def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:

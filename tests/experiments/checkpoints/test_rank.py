@@ -190,6 +190,8 @@ def test_a_checkpoint_that_another_strategy_cannot_measure_is_named(
     found = json.loads((tmp_path / "rank.json").read_text())
     assert list(found["left_out"]) == [str(tmp_path / "large.pt")]
     assert len(found["ranking"]) == 3
+    two = checkpoints["first"], tmp_path / "large.pt"
+    cli(f"{line} {options}", *two, code=2, says="fewer than two checkpoints can be measured")
 
 
 def test_estimates_that_are_not_paired_are_refused():
