@@ -66,6 +66,7 @@ from fastlr.ops.process_state import quiet_rng, warnings_ignored
 from fastlr.ops.recent import Recent
 
 MEANINGLESS = InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError
+NOT_MEASURED = Plan()
 MOST_COPIES = 8  # structures that deep copies test, if the data choose the graph of a model
 
 
@@ -119,7 +120,7 @@ class Engine:
         self.view = model if isinstance(model, ModelView) else ModelView.of(model)
         self.folding = Folding()
         self.audited_plans: Recent[Key, Plan] = Recent()
-        self.plan = Plan()
+        self.plan = NOT_MEASURED
         self.audits = Audits()
         self.ladder, self.independence = Ladder(self.folding), Independence()
         self._states: Recent[tuple, tuple[Ladder, Independence]] = Recent()
@@ -156,8 +157,10 @@ class Engine:
     def _measure_until_trusted(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Measure a batch, again where a plan is outdated or a rung does not hold."""
         flags = self._flags()
-        fresh = Ladder(self.folding), Independence()
-        self.ladder, self.independence = self._states.get(flags) or self._states.put(flags, fresh)
+        state = self._states.get(flags)
+        if state is None:
+            state = self._states.put(flags, (Ladder(self.folding), Independence()))
+        self.ladder, self.independence = state
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
@@ -196,7 +199,7 @@ class Engine:
     def _measure(self, x: Any, flags: tuple, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Return the norms of a batch: run it, find its plan, measure, audit."""
         begun = time.perf_counter()
-        self.plan = Plan()
+        self.plan = NOT_MEASURED
         forward = ForwardPass.of(self.view, self.folding, x)
         inputs = inputs_key(x, forward.count, self.view.in_dim)
         key = Key.of(flags, forward.graph, forward.count, inputs)
@@ -212,7 +215,7 @@ class Engine:
         self._refuse_gradients_not_finite(table)
         measured = time.perf_counter()
         self._audit(forward, plan, audited, first, norms, check)
-        self.plan = self.audited_plans.put(key, plan)
+        self.plan = plan if plan is audited else self.audited_plans.put(key, plan)
         if check is None:
             ended = time.perf_counter()
             self.audits.measured += ended - begun

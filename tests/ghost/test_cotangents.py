@@ -10,12 +10,12 @@ SIZES = [0.0, 1e-45, 3e-42, 1e-38, 1e-30, 1.0, 7.5, 3e38]
 
 
 def by_definition(v, out_dim):
-    """(v over the power of two at or above its largest element, that power squared), in float64."""
+    """(v over the power of two at or below its largest element, that power squared), in float64."""
     wide = v.double().movedim(out_dim, 0)
     power = torch.ones(len(wide), dtype=torch.float64)
     for i, row in enumerate(wide):
         largest = row.abs().max().item()
-        while largest > 0 and not 0.5 <= largest / power[i].item() < 1:
+        while largest > 0 and not 1 <= largest / power[i].item() < 2:
             power[i] *= 2 if largest >= power[i].item() else 0.5
     unit = wide / power.view(-1, *[1] * (v.ndim - 1))
     return unit.movedim(0, out_dim), power.square()

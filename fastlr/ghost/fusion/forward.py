@@ -85,8 +85,9 @@ def _output(view: ModelView, folding: Folding, x: Any) -> Tensor:
 
     Its norms are compared with nothing, as plain autograd itself computes them.
     """
-    tensors = [i for i, leaf in enumerate(tree_leaves(x)) if isinstance(leaf, Tensor)]
-    looks_like_one_sample = bool(tensors) and along(x, 1, view.in_dim) == tensors
+    ones = along(x, 1, view.in_dim)
+    tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(x)) if ones else 0
+    looks_like_one_sample = 0 < tensors == len(ones)
     with unfolded() if looks_like_one_sample else nullcontext():
         z = run_measured(view, folding, x)
     if looks_like_one_sample or not folding.blocks.has_folded or view.sample_count(z) > 1:

@@ -76,16 +76,20 @@ class Folding(TorchFunctionMode):
             forward: the forward pass.
         """
         blocks, has_recurrent_layers = self.blocks, recurrent.expected(tensors)
+        if self.idle and not has_recurrent_layers:
+            return forward()
         blocks.names = {id(t): name for name, t in tensors.items()}
         for _ in range(_MOST_PASSES):
             blocks.begin()
-            if blocks.disabled or self.idle or not _enabled.get():
+            if blocks.disabled or not _enabled.get():
                 break
             with self:
                 result = forward()
             result = computed(result)
             if not blocks.must_run_again:
                 self.idle = self._found_nothing() and not has_recurrent_layers
+                if self.idle:
+                    blocks.begin()
                 return result
         else:
             reason = "its blocks change from one forward pass to the next"

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fastlr.errors import ModelError
@@ -69,7 +70,8 @@ def backward(
 @contextmanager
 def _without_weight_gradients(graph: Graph) -> Iterator[None]:
     """Have fastlr's own nodes in a graph compute no gradients of weights in a backward pass."""
-    nodes = [node for node in graph.nodes if hasattr(node, "norms_only")]
+    own = [node for node in graph.nodes if isinstance(node, BackwardCFunction)]
+    nodes = [node for node in own if hasattr(node, "norms_only")]
     for node in nodes:
         node.norms_only = True
     try:

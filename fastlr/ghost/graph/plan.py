@@ -155,7 +155,8 @@ class Plan:
             return "zero"
         if name in self.by_sample or self.count == 1:
             return "loop"
-        given_up = any(use.key in self.by_node for use in self.uses.of_name.get(name, ()))
+        uses = self.uses.of_name.get(name, ()) if self.by_node else ()
+        given_up = any(use.key in self.by_node for use in uses)
         return "node" if given_up else "rule"
 
     def reason(self, name: str) -> str:

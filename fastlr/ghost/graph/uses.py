@@ -62,7 +62,7 @@ class Uses:
         for use in uses.every:
             uses.at_node.setdefault(use.node, []).append(use)
             uses.times_used[use.source] += 1
-            for name in graph.names_below(use.child):
+            for name in graph.names_below(use.source[0]):
                 uses.of_name.setdefault(name, []).append(use)
         uses.groups = _groups(graph, uses.times_used)
         for group in uses.groups:

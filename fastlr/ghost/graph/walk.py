@@ -9,7 +9,6 @@ of a sample-side node: there the gradient of each sample can be had, and nowhere
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,19 +75,13 @@ class Use:
 
     node: int
     slot: int
-    child: int  # the parameter-side node (or AccumulateGrad) that feeds the slot
-    child_output: int
+    source: Place  # output of the parameter-side node (or AccumulateGrad) that feeds the slot
     key: tuple  # node kind, slot, the parameter side below: a rule is given up by it
 
     @property
     def kind(self) -> str:
         """Kind of the node."""
         return self.key[0][0]
-
-    @property
-    def source(self) -> Place:
-        """The output at which the parameter side ends."""
-        return self.child, self.child_output
 
 
 @dataclass
@@ -153,8 +146,12 @@ class Graph:
         for i, name in enumerate(self.names):
             if name in VIEWS and self.children[i][0][0] in root:
                 root[i] = root[self.children[i][0][0]]
-        used = Counter(child for children in self.children for child, _ in children)
-        several = {parameter for i, parameter in root.items() if used[i] > 1}
+        times_used = dict.fromkeys(root, 0)
+        for children in self.children:
+            for child, _ in children:
+                if child in times_used:
+                    times_used[child] += 1
+        several = {root[i] for i, times in times_used.items() if times > 1}
         shown = tuple(
             getattr(self.nodes[i], f"_saved_{attribute}", None)
             for i, parameter in root.items()
@@ -214,11 +211,11 @@ class Graph:
         if self.has_nested_tensors:
             return []
         return [
-            Use(i, slot, c, o, (self.keys[i], slot))
+            Use(i, slot, source, (self.keys[i], slot))
             for i in range(len(self.nodes))
             if self.side[i] == SAMPLE
-            for slot, (c, o) in enumerate(self.children[i])
-            if c >= 0 and self.side[c] == PARAMETER
+            for slot, source in enumerate(self.children[i])
+            if source[0] >= 0 and self.side[source[0]] == PARAMETER
         ]
 
     def is_lowest(self, node: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from fastlr.ops.objects import PLAIN
 from fastlr.ops.torch_private import tree_flatten, tree_map, tree_unflatten
 
 
-def as_inputs(x: Any) -> Any:
+def as_inputs(x: Any, require: Callable[[Tensor], None] = lambda t: None) -> Any:
     """Normalise ``x`` (tensor, tuple, list or mapping), detached.
 
-    So no input takes part in the graph.
+    So no input takes part in the graph. ``require`` raises for tensors that it refuses.
     """
     refuse_packed(x)
     if isinstance(x, Mapping) and not isinstance(x, dict):
@@ -32,6 +32,7 @@ def as_inputs(x: Any) -> Any:
     def clean(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
+        require(t)
         return t.clone() if t.is_inference() else t.detach()
 
     with torch.inference_mode(False):

@@ -17,7 +17,8 @@ from fastlr.ghost.model.batch import Batch, as_inputs, copied, require_pickable
 from fastlr.ghost.model.writes import forward_pass, passes_have_written
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
+from fastlr.ops.modules import all_modules
+from fastlr.ops.torch_private import holds_fully_sharded
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 # What models raise for a dtype, values or a number of samples that they cannot take.
@@ -183,21 +184,18 @@ class ModelView:
             InputError: an input tensor is empty, nested or on another device.
             NonFiniteError: one holds NaN. ModelError: the model has no parameters.
         """
-        x, device = as_inputs(x), self.device
-        for leaf in tree_flatten(x)[0]:
-            if not isinstance(leaf, Tensor):
-                continue
-            if leaf.is_nested:
-                require_pickable(leaf, "an input tensor")
-            if leaf.numel() == 0:
-                raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
-            if leaf.device != device and leaf.ndim > 0:
-                raise InputError(
-                    f"an input is on {leaf.device}, the model on {device}; move one of them"
-                )
-            if leaf.is_floating_point() and bool(leaf.isnan().any()):
-                raise NonFiniteError("an input tensor has values that are not a number")
-        return x
+        return as_inputs(x, self._require_usable)
+
+    def _require_usable(self, t: Tensor) -> None:
+        if t.is_nested:
+            require_pickable(t, "an input tensor")
+        if t.numel() == 0:
+            raise InputError(f"an input tensor is empty (shape {tuple(t.shape)})")
+        device = self.device
+        if t.device != device and t.ndim > 0:
+            raise InputError(f"an input is on {t.device}, the model on {device}; move one of them")
+        if t.is_floating_point() and bool(t.isnan().any()):
+            raise NonFiniteError("an input tensor has values that are not a number")
 
     def forward(self, x: Any, *, copies: bool = True) -> Tensor:
         """Return the output for inputs, with its graph.
@@ -217,7 +215,7 @@ class ModelView:
     @property
     def has_hooked_parameters(self) -> bool:
         """True if hooks of parameters may change their gradients: rules do not take such hooks."""
-        return any(p._backward_hooks for p in self.parameters.values())
+        return any([p._backward_hooks for p in self.parameters.values()])
 
     def sample_count(self, z: Tensor) -> int:
         """Return the number of samples in an output (see `sample_count`)."""
@@ -234,7 +232,7 @@ class ModelView:
 
 def _refuse_hooks_of_opacus(model: nn.Module) -> None:
     """Raise ModelError if a GradSampleModule keeps gradients of samples of this model."""
-    for module in model.modules():
+    for module in all_modules(model):
         for hook in module._forward_hooks.values():
             if getattr(getattr(hook, "__self__", None), "hooks_enabled", False):
                 raise ModelError(

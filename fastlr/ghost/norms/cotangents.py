@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ops.deferred_checks import refuse_beyond
+from fastlr.ops.deferred_checks import may_wait_for_device, refuse_beyond
+
+
+MOST = 2.0**20  # size up to which cotangents, and their inverses, are not scaled in float32
 
 
 class Scaled(NamedTuple):
@@ -71,7 +74,7 @@ def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]
         raise InputError(f"{_WANTED}, not {_named(cotangent)}")
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
     if isinstance(made, Scaled):
-        yield Pass(made.v, _squared(made.exponent), more=False)
+        yield Pass(made.v, torch.exp2(2 * made.exponent.double()), more=False)
         return
     several = _tensors(made)
     current = next(several, None)
@@ -101,6 +104,7 @@ def _named(value: Any) -> str:
 def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     """Scale each sample's cotangent by a power of two to unit size, in the output's dtype.
 
+    Its largest element is then between 1 and 2. The second result undoes this for squared norms.
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
     if v.is_complex() or v.layout != torch.strided:
@@ -116,17 +120,14 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     largest = v.abs()  # with amax up to 25 times as fast on a CPU as a norm
     if others:
         largest = largest.amax(others, keepdim=True)
+    if may_wait_for_device() and output.dtype in (torch.float32, torch.float64):
+        least, most = map(float, torch.aminmax(largest))
+        if 1 / MOST < least and most < MOST:
+            return v.to(output.dtype), torch.ones_like(largest, dtype=torch.float64).flatten()
     refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
-    exponent = torch.frexp(largest).exponent
-    # In two steps, as the factor itself may be beyond the dtype.
-    half, one = exponent // 2, torch.ones_like(largest)
-    unit = (v * torch.ldexp(one, half - exponent)).mul_(torch.ldexp(one, -half))
-    return unit.to(output.dtype), _squared(exponent.flatten())
-
-
-def _squared(exponent: Tensor) -> Tensor:
-    """The factors [B] that undo the scaling of squared norms, float64."""
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), 2 * exponent)
+    power = largest / (2 * torch.frexp(largest).mantissa)  # of two, exact for every finite number
+    power.nan_to_num_(1.0)  # a sample of zeros has none
+    return (v / power).to(output.dtype), power.flatten().double().square()
 
 
 def generic_cotangent(z: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.graph.layouts import Layout, Unsupported
+from fastlr.ghost.graph.layouts import Layout, Regular, Unsupported
 from fastlr.ghost.graph.rows import (
     Keeps,
     batch_norm_rows,
@@ -215,31 +215,34 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """
     if 1 in slots and 2 in slots:
         raise Unsupported("both sides are parameters")
-    n = site.node
-    names = ("batch1", "batch2") if site.g.ndim == 3 else ("mat1", "mat2")
+    n, g = site.node, site.g
+    beta, alpha = n._saved_beta, n._saved_alpha
+    has_one_row = g.ndim == 2 and site.layout == Regular(0, 1, 1) and g.shape[1:] == site.shapes.get(0)
+    if has_one_row and beta == alpha == 1 and list(slots) == [0, 2]:
+        return _of_one_row(site, n._saved_mat1)
+    names = ("batch1", "batch2") if g.ndim == 3 else ("mat1", "mat2")
     factors: dict[int, Factor] = {}
     for slot in slots:
         shape = site.shapes[slot]
         if slot == 0:
-            factors[0] = Dense(_times(_reduced(site, site.g, shape), n._saved_beta))
+            factors[0] = Dense(_times(_reduced(site, g, shape), beta))
         else:
-            factors[slot] = _product(site, slot - 1, *names, shape, float(n._saved_alpha))
-    bias, weight = factors.get(0), factors.get(2)
-    plain = n._saved_beta == n._saved_alpha == 1
-    if plain and isinstance(bias, Dense) and isinstance(weight, Outer):
-        if weight.g.shape[1:] == (1, 1, *bias.grads.shape[1:]):
-            factors[2], factors[0] = _of_one_row(weight, bias, weight.a.flatten(1))
+            factors[slot] = _product(site, slot - 1, *names, shape, float(alpha))
     return factors
 
 
 def _of_one_row(
-    weight: Factor,
-    bias: Dense,
+    site: Site,
     a: Tensor,  # [B, I]
-) -> tuple[NormsOnly, NormsOnly]:
-    """The norms of a weight and a bias of which each sample uses one row: |g|^2 |a|^2, |g|^2."""
-    of_weight, of_bias = ops.run("one_row_sq_norms", a, bias.grads)
-    return NormsOnly(of_weight, lambda: weight), NormsOnly(of_bias, lambda: bias)
+) -> dict[int, Factor]:
+    """The norms of a bias and a weight of which each sample uses one row: |g|^2, |g|^2 |a|^2."""
+    g, shape = site.g, tuple(site.shapes[2])
+    of_weight, of_bias = ops.run("one_row_sq_norms", a, g)
+
+    def weight() -> Outer:
+        return Outer(a[:, None, None], g[:, None, None], shape, inputs_first=True)
+
+    return {0: NormsOnly(of_bias, lambda: Dense(g)), 2: NormsOnly(of_weight, weight)}
 
 
 def _reduced(

@@ -138,7 +138,7 @@ def sq_norms(
                 norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
             except Unsupported as error:  # not even the node's own formula applies
                 for use in uses:
-                    plan.measure_by_sample(graph.names_below(use.child), str(error))
+                    plan.measure_by_sample(graph.names_below(use.source[0]), str(error))
                 raise MeasureAgain from error
         norms.add_waiting()
     return norms.by_name
@@ -229,17 +229,16 @@ def _factors(graph: Graph, site: Site, uses: list[Use]) -> Mapping[int, Factor]:
     name = graph.names[uses[0].node]
     if name not in RULES:
         raise Unsupported(f"no rule for {name}")
-    complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
-    complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
-    if (complex_gradient or complex_slots) and name not in COMPLEX:
+    is_complex = any([g is not None and g.is_complex() for g in site.gradients])
+    if is_complex and name not in COMPLEX:
         raise Unsupported("complex numbers")
     factors = RULES[name](site, [use.slot for use in uses])
     # Where complex numbers are computed of a real tensor, it gets the real part. Torch multiplies
     # matrices of one dtype only, so its factor is dense.
-    for slot in factors.keys() - complex_slots if complex_gradient else ():
-        factor = factors[slot]
-        if isinstance(factor, Dense):
-            factors[slot] = Dense(factor.grads.real)
+    for use in uses if is_complex else ():
+        factor = factors[use.slot]
+        if isinstance(factor, Dense) and not graph.dtype(*use.source).is_complex:
+            factors[use.slot] = Dense(factor.grads.real)
     return factors
 
 
