@@ -157,10 +157,9 @@ class Engine:
     def _measure_until_trusted(self, x: Any, cotangent: Cotangent, check: Check) -> ChunkNorms:
         """Measure a batch, again where a plan is outdated or a rung does not hold."""
         flags = self._flags()
-        state = self._states.get(flags)
-        if state is None:
-            state = self._states.put(flags, (Ladder(self.folding), Independence()))
-        self.ladder, self.independence = state
+        self.ladder, self.independence = self._states.get(flags) or self._states.put(
+            flags, (Ladder(self.folding), Independence())
+        )
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
@@ -437,5 +436,5 @@ class Engine:
 
 def as_table(norms: Mapping[str, Tensor], names: Iterable[str], one: Pass) -> Tensor:
     """Return squared norms as a table [parameters, B]; those of unused parameters are zero."""
-    zero = torch.zeros_like(one.unscaling)
-    return torch.stack([norms.get(name, zero) for name in names])
+    like = one.unscaling
+    return torch.stack([norms[n] if n in norms else torch.zeros_like(like) for n in names])

@@ -31,7 +31,7 @@ def refuse_beyond(largest: Tensor, error: Callable[[], Exception]) -> None:
 
     Within `gathered`, keep the question instead.
     """
-    if _gathered is not None or not float(largest.amax() if largest.ndim else largest) < math.inf:
+    if _gathered is not None or not float(largest.amax()) < math.inf:
         # Nor is that so of what is not a number.
         refuse_where(~(largest < math.inf), error)
 

@@ -82,8 +82,8 @@ def one_row_sq_norms(
     Returns:
         ||g a^T||_F^2 and ||g||^2 of each sample, float64.
     """
-    of_bias = dense_sq_norms(g)
-    return of_bias * dense_sq_norms(a), of_bias
+    of_inputs, of_bias = (torch.linalg.vecdot(t, t) for t in (a.double(), g.double()))
+    return of_bias * of_inputs, of_bias
 
 
 def linear_sq_norms(

@@ -43,11 +43,9 @@ def backward(
         visits[i] += 1
         visit(i, gradients)
 
-    lowest = dict.fromkeys(filter(graph.is_lowest, uses.at_node))
-    above = [i for i in uses.at_node if i not in lowest]
-    places = [(i, output) for i in lowest for output in range(graph.output_count(i))]
+    places = [place for outputs in uses.lowest.values() for place in outputs]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
-    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
+    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in uses.above]
     try:
         with _without_weight_gradients(graph), full_precision(z.device):
             captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
@@ -57,8 +55,8 @@ def backward(
     gradients = dict(zip(places, captured, strict=True))
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
-        for i in lowest:
-            counted(i, tuple(gradients.pop((i, output)) for output in range(graph.output_count(i))))
+        for i, outputs in uses.lowest.items():
+            counted(i, tuple([gradients.pop(place) for place in outputs]))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
         raise ModelError(

@@ -156,8 +156,7 @@ class Plan:
         if name in self.by_sample or self.count == 1:
             return "loop"
         uses = self.uses.of_name.get(name, ()) if self.by_node else ()
-        given_up = any(use.key in self.by_node for use in uses)
-        return "node" if given_up else "rule"
+        return "node" if any(use.key in self.by_node for use in uses) else "rule"
 
     def reason(self, name: str) -> str:
         """Return why no rule measures a parameter; "" if one does."""

@@ -9,6 +9,7 @@ of a sample-side node: there the gradient of each sample can be had, and nowhere
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,12 +147,8 @@ class Graph:
         for i, name in enumerate(self.names):
             if name in VIEWS and self.children[i][0][0] in root:
                 root[i] = root[self.children[i][0][0]]
-        times_used = dict.fromkeys(root, 0)
-        for children in self.children:
-            for child, _ in children:
-                if child in times_used:
-                    times_used[child] += 1
-        several = {root[i] for i, times in times_used.items() if times > 1}
+        used = Counter([child for children in self.children for child, _ in children])
+        several = {parameter for i, parameter in root.items() if used[i] > 1}
         shown = tuple(
             getattr(self.nodes[i], f"_saved_{attribute}", None)
             for i, parameter in root.items()
@@ -218,13 +215,6 @@ class Graph:
             if source[0] >= 0 and self.side[source[0]] == PARAMETER
         ]
 
-    def is_lowest(self, node: int) -> bool:
-        """Return True if no parameter lies on the sample side below the node.
-
-        The engine then captures the node's gradient.
-        """
-        return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
-
     def below(self, node: int) -> frozenset[int]:
         """Return the nodes at or below a parameter-side node."""
         if node not in self._below:
@@ -260,8 +250,10 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
         node = stack[-1]
         if node not in inputs_of:
             inputs = inputs_of[node] = node.next_functions
-            stack += [c for c, _ in inputs[::-1] if c is not None and c not in inputs_of]
-            continue
+            waiting = [c for c, _ in inputs[::-1] if c is not None and c not in inputs_of]
+            if waiting:
+                stack += waiting
+                continue
         stack.pop()
         if node in index:  # several consumers have put it there
             continue

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ops.deferred_checks import may_wait_for_device, refuse_beyond
-
-
-MOST = 2.0**20  # size up to which cotangents, and their inverses, are not scaled in float32
+from fastlr.ops.deferred_checks import refuse_beyond
 
 
 class Scaled(NamedTuple):
@@ -120,10 +117,6 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     largest = v.abs()  # with amax up to 25 times as fast on a CPU as a norm
     if others:
         largest = largest.amax(others, keepdim=True)
-    if may_wait_for_device() and output.dtype in (torch.float32, torch.float64):
-        least, most = map(float, torch.aminmax(largest))
-        if 1 / MOST < least and most < MOST:
-            return v.to(output.dtype), torch.ones_like(largest, dtype=torch.float64).flatten()
     refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
     power = largest / (2 * torch.frexp(largest).mantissa)  # of two, exact for every finite number
     power.nan_to_num_(1.0)  # a sample of zeros has none

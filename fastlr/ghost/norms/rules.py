@@ -217,9 +217,9 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         raise Unsupported("both sides are parameters")
     n, g = site.node, site.g
     beta, alpha = n._saved_beta, n._saved_alpha
-    has_one_row = g.ndim == 2 and site.layout == Regular(0, 1, 1) and g.shape[1:] == site.shapes.get(0)
-    if has_one_row and beta == alpha == 1 and list(slots) == [0, 2]:
-        return _of_one_row(site, n._saved_mat1)
+    if list(slots) == [0, 2] and g.ndim == 2 and beta == alpha == 1:
+        if site.layout == Regular(0, 1, 1) and site.shapes[0] == g.shape[1:]:
+            return _of_one_row(site)
     names = ("batch1", "batch2") if g.ndim == 3 else ("mat1", "mat2")
     factors: dict[int, Factor] = {}
     for slot in slots:
@@ -231,12 +231,9 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return factors
 
 
-def _of_one_row(
-    site: Site,
-    a: Tensor,  # [B, I]
-) -> dict[int, Factor]:
+def _of_one_row(site: Site) -> dict[int, Factor]:
     """The norms of a bias and a weight of which each sample uses one row: |g|^2, |g|^2 |a|^2."""
-    g, shape = site.g, tuple(site.shapes[2])
+    a, g, shape = site.node._saved_mat1, site.g, tuple(site.shapes[2])
     of_weight, of_bias = ops.run("one_row_sq_norms", a, g)
 
     def weight() -> Outer:
