@@ -14,7 +14,7 @@ autograd's nodes, ``Tensor._version``, ``torch._foreach_*``, and the dictionarie
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pkgutil import resolve_name
@@ -56,7 +56,7 @@ def _has(name: str) -> bool:
 
 tree_flatten = _get("utils._pytree.tree_flatten")
 tree_leaves = _get("utils._pytree.tree_leaves")
-tree_map = _get("utils._pytree.tree_map")
+_tree_map = _get("utils._pytree.tree_map")
 tree_map_only = _get("utils._pytree.tree_map_only")
 tree_unflatten = _get("utils._pytree.tree_unflatten")
 
@@ -65,6 +65,11 @@ StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running
 Convolution = _get("nn.modules.conv._ConvNd")
 HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to all leaves of a tree: at once to a tensor, the most frequent one."""
+    return function(tree) if type(tree) is Tensor else _tree_map(function, tree)
 
 
 # -- calls and tensors

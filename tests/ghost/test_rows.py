@@ -297,7 +297,7 @@ def broken(z, seen):
     """
     graph, found = walk(z, {}), []
     for i, node in enumerate(graph.nodes):
-        name, outputs = graph.names[i], graph.output_count(i)
+        name, outputs = graph.names[i], len(graph.outputs(i))
         for output in range(outputs) if name in KEEPS else ():
             shape = graph.shape(i, output)
             for layout, (slot, (child, number)) in itertools.product(

@@ -45,7 +45,8 @@ def backward(
 
     places = [place for outputs in uses.lowest.values() for place in outputs]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
-    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in uses.above]
+    above = [i for i in uses.at_node if i not in uses.lowest]
+    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
         with _without_weight_gradients(graph), full_precision(z.device):
             captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
@@ -68,8 +69,9 @@ def backward(
 @contextmanager
 def _without_weight_gradients(graph: Graph) -> Iterator[None]:
     """Have fastlr's own nodes in a graph compute no gradients of weights in a backward pass."""
-    own = [node for node in graph.nodes if isinstance(node, BackwardCFunction)]
-    nodes = [node for node in own if hasattr(node, "norms_only")]
+    nodes = [
+        n for n in graph.nodes if isinstance(n, BackwardCFunction) and hasattr(n, "norms_only")
+    ]
     for node in nodes:
         node.norms_only = True
     try:

@@ -42,9 +42,8 @@ class Uses:
     Attributes:
         every: Uses, in the order of the nodes.
         at_node: Uses by node.
-        lowest: Nodes with uses and no sample-side node below, and the places of their outputs. The
-            gradients there are captured.
-        above: Other nodes with uses.
+        lowest: Outputs of nodes that have uses and no sample-side node below, by node. Their
+            gradients are captured.
         of_name: Uses by name of parameter.
         groups: Groups of parameters.
         group_of: Group of each source.
@@ -54,7 +53,6 @@ class Uses:
     every: list[Use]
     at_node: dict[int, list[Use]] = field(default_factory=dict)
     lowest: dict[int, list[Place]] = field(default_factory=dict)
-    above: list[int] = field(default_factory=list)
     of_name: dict[str, list[Use]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     group_of: dict[Place, Group] = field(default_factory=dict)
@@ -70,10 +68,8 @@ class Uses:
             for name in graph.names_below(use.source[0]):
                 uses.of_name.setdefault(name, []).append(use)
         for node in uses.at_node:
-            if any(c >= 0 and graph.side[c] == SAMPLE for c, _ in graph.children[node]):
-                uses.above.append(node)
-            else:
-                uses.lowest[node] = [(node, o) for o in range(graph.output_count(node))]
+            if all(c < 0 or graph.side[c] != SAMPLE for c, _ in graph.children[node]):
+                uses.lowest[node] = graph.outputs(node)
         uses.groups = _groups(graph, uses.times_used)
         for group in uses.groups:
             uses.group_of |= dict.fromkeys(group.sources, group)

@@ -113,9 +113,9 @@ class Graph:
         """Dtype of an output of a node in the forward pass."""
         return output_metadata(self.nodes[node])[output].dtype
 
-    def output_count(self, node: int) -> int:
-        """Return the number of outputs of a node."""
-        return len(self.sizes[node])
+    def outputs(self, node: int) -> list[Place]:
+        """Return the outputs of a node."""
+        return [(node, output) for output in range(len(self.sizes[node]))]
 
     @property
     def has_nested_tensors(self) -> bool:

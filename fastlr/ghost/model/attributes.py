@@ -28,10 +28,6 @@ _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
 _SKIPPED = INTERNAL - _REGISTRIES - _HOOKS - {"_non_persistent_buffers_set"}
 
 
-def _same(a: Collection, b: Collection) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
 class Attributes:
     """The attributes of a model's modules, as they were when this was made.
 
@@ -74,7 +70,8 @@ class Attributes:
                 self._keep(value)
                 if type(value) is dict and {*map(type, value.values())} == {Tensor}:
                     self.caches.append((f"{prefix}{name}", value))
-                for entry in islice(_values(value), _MOST):
+                entries = value.values() if type(value) in _DICTS else value
+                for entry in islice(entries, _MOST):
                     self._enter(entry, prefix, name)
             else:
                 self._enter(value, prefix, name)
@@ -112,17 +109,16 @@ class Attributes:
 
 def refill(value: Any, before: Any) -> None:
     """Give a container the contents that it had, if it has others."""
-    if _same(value, before) and _same(_values(value), _values(before)):
+    is_same = len(value) == len(before) and all(map(is_, value, before))
+    if is_same and type(value) in _DICTS:
+        is_same = all(map(is_, value.values(), before.values()))
+    if is_same:
         return
     value.clear()
     if type(value) in (list, deque):
         value.extend(before)
     else:
         value.update(before)
-
-
-def _values(held: Any) -> Any:
-    return held.values() if type(held) in _DICTS else held
 
 
 _emptied: ContextVar[Collection[tuple[str, dict]]] = ContextVar("fastlr_emptied", default=())

@@ -123,7 +123,7 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
         return
     rows = trace(graph, forward.z, view.out_dim)
     plan.uncovered = uncovered(graph)
-    places = [(node, output) for node in uses.at_node for output in range(graph.output_count(node))]
+    places = [place for node in uses.at_node for place in graph.outputs(node)]
     layouts: dict = {place: rows.layouts.get(place) for place in places}
     unknown = [place for place, layout in layouts.items() if layout is None]
     if unknown:
