@@ -116,13 +116,10 @@ class Chunks:
             start = end
         if not chunks:
             return torch.empty(0, dtype=torch.float64), None
-        if len(chunks) == 1:
-            return chunks[0].total, chunks[0]
-        table = torch.cat([chunk.table for chunk in chunks], dim=1)
+        table = torch.cat([chunk.table for chunk in chunks], 1)
         routes = {name: route for chunk in chunks for name, route in chunk.routes.items()}
-        return torch.cat([chunk.total for chunk in chunks]), ChunkNorms(
-            chunks[0].names, table, routes
-        )
+        norms = ChunkNorms(chunks[0].names, table, routes)
+        return norms.total, norms
 
     def _norms(self, start: int, stop: int, draw: Draw) -> ChunkNorms:
         if self.options.probe == "batch":
@@ -184,9 +181,10 @@ class Chunks:
 def _of_one_size(total: int, most: int, ranks: int) -> int:
     """Return how many of ``total`` inputs to take at a time, at most ``most``.
 
-    Chunks have one size, as far as it goes.
-
-    One CUDA graph serves them all, and all ranks have as many.
+    All chunks have one size if a third more of them allow that. Then one plan and one CUDA graph
+    serve them all, and all ranks have as many.
     """
-    rounds = -(-total // (most * ranks))
+    fewest = -(-total // (most * ranks))
+    tried = range(fewest, fewest + fewest // 3 + 1)
+    rounds = min(tried, key=lambda rounds: total % (rounds * ranks) > 0)
     return -(-total // (rounds * ranks))

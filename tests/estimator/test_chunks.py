@@ -29,6 +29,12 @@ def estimator(n, **how):
     return made
 
 
+def let_fit(monkeypatch, count):
+    monkeypatch.setattr(
+        "fastlr.estimator.chunks.chunk_for_memory", lambda *_: InputsThatFit(count, count)
+    )
+
+
 def measured_with(free, monkeypatch):
     """Measure a model of 48-entry inputs where only so many bytes are free."""
     monkeypatch.setattr(memory, "total_bytes", lambda device: 1_000_000)
@@ -64,8 +70,8 @@ def test_a_value_does_not_depend_on_the_time_that_passes(monkeypatch):
 
 
 def test_memory_that_runs_out_halves_the_chunk(monkeypatch):
-    monkeypatch.setattr("fastlr.estimator.chunks.chunk_for_memory", lambda *_: InputsThatFit(8, 8))
-    made = estimator(60)
+    let_fit(monkeypatch, 8)
+    made = estimator(64)
     whole = made.passes.norms
 
     def norms(start, stop, draw):
@@ -78,14 +84,15 @@ def test_memory_that_runs_out_halves_the_chunk(monkeypatch):
         assert made.measure().batch_size == 4
 
 
-def test_ranks_take_the_least_of_their_chunks(monkeypatch):
-    monkeypatch.setattr(
-        "fastlr.estimator.chunks.chunk_for_memory", lambda *_: InputsThatFit(20, 20)
-    )
-    asked = []
-    members = SimpleNamespace(size=2, least=lambda most: asked.append(most) or 10)
-    assert estimator(60).chunks.first_size(members) == 10
-    assert asked == [20]
+# Four chunks of one size instead of three of two sizes, a prime, two ranks, one with little memory.
+@pytest.mark.parametrize(
+    "total, fitting, ranks, least, size",
+    [(512, 208, 1, 208, 128), (97, 30, 1, 30, 25), (512, 200, 2, 200, 128), (60, 20, 2, 10, 10)],
+)
+def test_ranks_take_chunks_of_one_size(monkeypatch, total, fitting, ranks, least, size):
+    let_fit(monkeypatch, fitting)
+    members = SimpleNamespace(size=ranks, least={fitting: least}.get)
+    assert estimator(total).chunks.first_size(members) == size
 
 
 @needs_gpu

@@ -1,5 +1,7 @@
 """Cotangents of any size are brought to unit size without losing a bit."""
 
+import math
+
 import torch
 from pytest import mark, raises
 
@@ -12,13 +14,11 @@ SIZES = [0.0, 1e-45, 3e-42, 1e-38, 1e-30, 1.0, 7.5, 3e38]
 def by_definition(v, out_dim):
     """(v over the power of two at or below its largest element, that power squared), in float64."""
     wide = v.double().movedim(out_dim, 0)
-    power = torch.ones(len(wide), dtype=torch.float64)
-    for i, row in enumerate(wide):
-        largest = row.abs().max().item()
-        while largest > 0 and not 1 <= largest / power[i].item() < 2:
-            power[i] *= 2 if largest >= power[i].item() else 0.5
+    largest = [row.abs().max().item() for row in wide]
+    powers = [2.0 ** (math.frexp(size)[1] - 1) if size else 1.0 for size in largest]
+    power = wide.new_tensor(powers)
     unit = wide / power.view(-1, *[1] * (v.ndim - 1))
-    return unit.movedim(0, out_dim), power.square()
+    return unit.movedim(0, out_dim), power**2
 
 
 @mark.parametrize("shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)])
@@ -27,7 +27,7 @@ def by_definition(v, out_dim):
 def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):
     generator = torch.Generator().manual_seed(0)
     signs = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
-    sizes = torch.tensor(SIZES, dtype=torch.float64)
+    sizes = signs.new_tensor(SIZES)
     axis = [1] * len(shape)
     axis[out_dim] = len(sizes)
     v = (signs * sizes.view(axis)).to(given or dtype)

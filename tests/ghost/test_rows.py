@@ -297,8 +297,8 @@ def broken(z, seen):
     """
     graph, found = walk(z, {}), []
     for i, node in enumerate(graph.nodes):
-        name, outputs = graph.names[i], len(graph.outputs(i))
-        for output in range(outputs) if name in KEEPS else ():
+        name = graph.names[i]
+        for _, output in graph.outputs(i) if name in KEEPS else ():
             shape = graph.shape(i, output)
             for layout, (slot, (child, number)) in itertools.product(
                 possible_layouts(shape, SAMPLES), enumerate(graph.children[i])
@@ -313,7 +313,7 @@ def broken(z, seen):
                 own = first_rows(layout).view(size)
                 given = tuple(
                     own * torch.rand(shape, dtype=graph.dtype(i, output)) if k == output else None
-                    for k in range(outputs)
+                    for _, k in graph.outputs(i)
                 )
                 below = call_node(node, given)[slot]
                 if below is not None:

@@ -45,7 +45,7 @@ def backward(
 
     places = [place for outputs in uses.lowest.values() for place in outputs]
     edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
-    above = [i for i in uses.at_node if i not in uses.lowest]
+    above = uses.at_node.keys() - uses.lowest
     handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
         with _without_weight_gradients(graph), full_precision(z.device):
