@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor
 from fastlr.errors import NonFiniteError
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph.walk import Graph, walk
-from fastlr.ghost.model.batch import Batch, copied
+from fastlr.ghost.model.batch import Batch, along, copied
 from fastlr.ghost.model.non_finite import first_module_not_finite
 from fastlr.ghost.model.view import ModelView, require_graph
 from fastlr.ghost.model.writes import passes_have_written
 from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.deferred_checks import refuse_beyond
+from fastlr.ops.torch_private import tree_leaves
 
 
 @dataclass(eq=False)
@@ -83,7 +85,10 @@ def _output(view: ModelView, folding: Folding, x: Any) -> Tensor:
 
     Its norms are compared with nothing, as plain autograd itself computes them.
     """
-    z = run_measured(view, folding, x)
+    tensors = [i for i, leaf in enumerate(tree_leaves(x)) if isinstance(leaf, Tensor)]
+    looks_like_one_sample = along(x, 1, view.in_dim) == tensors
+    with unfolded() if looks_like_one_sample else nullcontext():
+        z = run_measured(view, folding, x)
     if not folding.blocks.has_folded or view.sample_count(z) > 1:
         return z
     with unfolded():

@@ -65,7 +65,7 @@ class Uses:
         for use in uses.every:
             uses.at_node.setdefault(use.node, []).append(use)
             uses.times_used[use.source] += 1
-            for name in graph.names_below(use.source[0]):
+            for name in graph.names_below(use.source):
                 uses.of_name.setdefault(name, []).append(use)
         for node in uses.at_node:
             if all(c < 0 or graph.side[c] != SAMPLE for c, _ in graph.children[node]):

@@ -98,7 +98,6 @@ class Graph:
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     keepalive: Any = field(default=None, repr=False)  # holds the nodes
-    _below: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def sizes(self) -> list[tuple[tuple[int, ...], ...]]:
@@ -215,25 +214,23 @@ class Graph:
             if source[0] >= 0 and self.side[source[0]] == PARAMETER
         ]
 
-    def below(self, node: int) -> frozenset[int]:
+    def below(self, node: int) -> set[int]:
         """Return the nodes at or below a parameter-side node."""
-        if node not in self._below:
-            seen, stack = {-1}, [node]
-            while stack:
-                i = stack.pop()
-                if i not in seen:
-                    seen.add(i)
-                    stack.extend(child for child, _ in self.children[i])
-            self._below[node] = frozenset(seen - {-1})
-        return self._below[node]
+        seen, stack = {-1}, [node]
+        while stack:
+            i = stack.pop()
+            if i not in seen:
+                seen.add(i)
+                stack.extend(child for child, _ in self.children[i])
+        return seen - {-1}
 
     def parameters_below(self, node: int) -> list[int]:
         """AccumulateGrad nodes of parameters at or below a parameter-side node."""
         return sorted(self.below(node) & self.parameters.keys())
 
-    def names_below(self, node: int) -> list[str]:
-        """Names of the parameters at or below a parameter-side node."""
-        return [self.parameters[p] for p in self.parameters_below(node)]
+    def names_below(self, source: Place) -> list[str]:
+        """Names of the parameters at or below an output of a parameter-side node."""
+        return [self.parameters[p] for p in self.parameters_below(source[0])]
 
 
 def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:

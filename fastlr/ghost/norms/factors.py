@@ -178,12 +178,6 @@ class NormsOnly(Factor):
     def sq_norms(self) -> Tensor:  # noqa: D102
         return self.values
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Raise TypeError: the gradients are gone."""
-        raise TypeError(
-            "only the norms of these gradients are known, so they cannot be added to others"
-        )
-
 
 @dataclass
 class Sum(Factor):

@@ -138,7 +138,7 @@ def sq_norms(
                 norms.add_factors(uses, by_node(site, [use.slot for use in uses]))
             except Unsupported as error:  # not even the node's own formula applies
                 for use in uses:
-                    plan.measure_by_sample(graph.names_below(use.source[0]), str(error))
+                    plan.measure_by_sample(graph.names_below(use.source), str(error))
                 raise MeasureAgain from error
         norms.add_waiting()
     return norms.by_name

@@ -134,8 +134,8 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
         reason = f"its sample axis was not found in a batch of {forward.count}"
         for node, _ in [place for place, layout in found.items() if layout is None]:
             for use in uses.at_node[node]:
-                plan.measure_by_sample(graph.names_below(use.source[0]), reason)
+                plan.measure_by_sample(graph.names_below(use.source), reason)
     plan.layouts = {place: layout for place, layout in layouts.items() if layout is not None}
     for use in uses.every:
         if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
-            plan.measure_by_sample(graph.names_below(use.source[0]), COUNTED)
+            plan.measure_by_sample(graph.names_below(use.source), COUNTED)
