@@ -17,7 +17,7 @@ from torch import Tensor
 from fastlr.estimator.predictive import Bernoulli, Categorical, DiagonalGaussian, Gaussian
 from fastlr.inputs.base import Inputs
 from fastlr.ops.objects import number
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import tree_leaves
 
 _PROCESS = uuid4().hex[:12]
 _OBJECT, _PREDICTIVE = "object", "predictive"  # kinds of identities
@@ -98,7 +98,7 @@ def inputs_hash(inputs: Any, used: int, seed: int) -> str:
     total = hashlib.sha256()
     for start, stop in ((0, min(2, used)), (used - 1, used)):
         x = inputs.batch(start, stop, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
-        for leaf in tree_flatten(x)[0]:
+        for leaf in tree_leaves(x):
             if isinstance(leaf, Tensor):
                 total.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
                 total.update(

@@ -34,7 +34,7 @@ from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.objects import weakly_by_module
 from fastlr.ops.philox import check_seed
-from fastlr.ops.torch_private import tree_flatten, weight_norm
+from fastlr.ops.torch_private import tree_leaves, weight_norm
 
 # Nodes whose derivative jumps where a unit switches, and nodes that have no second derivative.
 _JUMPS = (
@@ -197,7 +197,7 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
 
 def _key(view: ModelView, x: Any) -> tuple:
     """Return the key of what is checked once of a model: shapes, dtypes, autocast."""
-    shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
+    shapes = tuple(t.shape for t in tree_leaves(x) if isinstance(t, Tensor))
     dtypes = tuple((name, p.dtype) for name, p in view.parameters.items())
     return shapes, autocast_dtype(view.device), dtypes
 

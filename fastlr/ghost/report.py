@@ -14,7 +14,7 @@ from fastlr.errors import few
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import along
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import tree_leaves
 
 _COLUMNS = ("parameter", "node", "samples along", "route", "deviation")
 
@@ -221,7 +221,7 @@ def shared_inputs(x: Any, plan: Plan, in_dim: int) -> Iterator[tuple[str, bool]]
         named = x.items()
     names = {id(value): f"input {key}" for key, value in named}
     look_batched = along(x, plan.count, in_dim)
-    for i, leaf in enumerate(tree_flatten(x)[0]):
+    for i, leaf in enumerate(tree_leaves(x)):
         if isinstance(leaf, Tensor) and i not in plan.carriers:
             yield f"{names.get(id(leaf), 'an input')} {list(leaf.shape)}", i in look_batched
 

@@ -27,7 +27,7 @@ from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import may_wait_for_device
 from fastlr.ops.kernel_checks import as_given, compared
 from fastlr.ops.recent import Recent
-from fastlr.ops.torch_private import tree_flatten, tree_unflatten
+from fastlr.ops.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Op(NamedTuple):
@@ -258,9 +258,9 @@ def _noted(name: str, args: tuple[Any, ...], note: Callable[..., None]) -> Any:
         return empty
     values, form = tree_flatten(get(name, "torch")(*args))
     made: dict[int, Any] = {}  # one tensor that is given twice stays one
-    for value, like in zip(values, tree_flatten(empty)[0], strict=True):
+    for value, like in zip(values, tree_leaves(empty), strict=True):
         made.setdefault(id(like), as_given(value, like))
-    return tree_unflatten([made[id(like)] for like in tree_flatten(empty)[0]], form)
+    return tree_unflatten([made[id(like)] for like in tree_leaves(empty)], form)
 
 
 def images_agree(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastlr.ops.block import changed, leaves
 from fastlr.ops.cudnn import never_cudnn
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import tree_leaves
 
 ELEMENTS = 1 << 25  # of the largest argument of the samples that are compared at a time
 # Relative to a sample's largest element, by the dtype of the result; others have the last one.
@@ -143,7 +143,7 @@ def _largest(t: Tensor, by_sample: bool) -> Tensor:
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    return [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+    return [t for t in tree_leaves(result) if isinstance(t, Tensor)]
 
 
 def _wide(a: Any, by_sample: bool = False) -> Any:

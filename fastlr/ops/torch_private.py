@@ -55,7 +55,7 @@ def _has(name: str) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 tree_flatten = _get("utils._pytree.tree_flatten")
-tree_leaves = _get("utils._pytree.tree_leaves")
+_tree_leaves = _get("utils._pytree.tree_leaves")
 _tree_map = _get("utils._pytree.tree_map")
 tree_map_only = _get("utils._pytree.tree_map_only")
 tree_unflatten = _get("utils._pytree.tree_unflatten")
@@ -67,8 +67,16 @@ HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
 
 
+# Most trees are one tensor, for which torch's functions take longer than small operations.
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, such as a tensor or nested containers."""
+    return [tree] if type(tree) is Tensor else _tree_leaves(tree)
+
+
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to all leaves of a tree: at once to a tensor, the most frequent one."""
+    """Apply a function to all leaves of a tree."""
     return function(tree) if type(tree) is Tensor else _tree_map(function, tree)
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fastlr.errors import InputError
 from fastlr.ops.objects import PLAIN
-from fastlr.ops.torch_private import tree_flatten, tree_map, tree_unflatten
+from fastlr.ops.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def as_inputs(x: Any, require: Callable[[Tensor], None] = lambda t: None) -> Any:
@@ -83,7 +83,7 @@ def _expanded(t: Tensor) -> bool:
 
 def along(x: Any, count: int, in_dim: int) -> list[int]:
     """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
-    leaves = enumerate(tree_flatten(x)[0])
+    leaves = enumerate(tree_leaves(x))
     return [
         i
         for i, t in leaves

@@ -17,7 +17,7 @@ from fastlr.errors import FastlrError, InputError, ModelError, first_line
 from fastlr.ghost.model.batch import copied
 from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import tree_leaves
 
 _OF_SHAPES = (
     "shape",
@@ -185,7 +185,7 @@ def _of_dtypes(model: nn.Module, x: Any, error: Exception) -> str | None:
 
 
 def _dtypes(x: Any) -> set[torch.dtype]:
-    return {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor)}
+    return {t.dtype for t in tree_leaves(x) if isinstance(t, Tensor)}
 
 
 def _parameters(model: nn.Module) -> str:
