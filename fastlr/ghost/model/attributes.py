@@ -58,7 +58,7 @@ class Attributes:
     def _take(self, held: dict[str, Any], prefix: str) -> None:
         self._contents.append((held, held.copy()))
         for name, value in held.items():
-            if type(value) in PLAIN or name in _SKIPPED:
+            if name in _SKIPPED or type(value) in PLAIN:
                 continue
             if name in _HOOKS:
                 self.hooks.append(value)
