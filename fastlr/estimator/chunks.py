@@ -181,8 +181,8 @@ class Chunks:
 def _of_one_size(total: int, most: int, ranks: int) -> int:
     """Return how many of ``total`` inputs to take at a time, at most ``most``.
 
-    All chunks have one size if a third more of them allow that. Then one plan and one CUDA graph
-    serve them all, and all ranks have as many.
+    Up to a third more chunks are taken than must be, if all then have one size. One plan and one
+    CUDA graph then serve them, and all ranks have as many.
     """
     fewest = -(-total // (most * ranks))
     tried = range(fewest, fewest + fewest // 3 + 1)

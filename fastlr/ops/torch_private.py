@@ -67,16 +67,16 @@ HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
 
 
-# Most trees are one tensor, for which torch's functions take longer than small operations.
-
-
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, such as a tensor or nested containers."""
+    """Return the leaves of nested containers, or a tensor as its own leaf.
+
+    Most inputs are one tensor, for which torch's function takes longer than a small operation.
+    """
     return [tree] if type(tree) is Tensor else _tree_leaves(tree)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to all leaves of a tree."""
+    """Apply a function to all leaves (see `tree_leaves`), and return the same containers."""
     return function(tree) if type(tree) is Tensor else _tree_map(function, tree)
 
 

@@ -88,7 +88,7 @@ class Folding(TorchFunctionMode):
             result = computed(result)
             if not blocks.must_run_again:
                 self.idle = self._found_nothing() and not has_recurrent_layers
-                if self.idle:
+                if self.idle:  # later passes do not begin any
                     blocks.begin()
                 return result
         else:

@@ -408,7 +408,7 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> TracedRows:
     for i in reversed(range(len(graph.nodes))):
         if graph.side[i] != SAMPLE:
             continue
-        outputs = [(p[1], layouts[p]) for p in graph.outputs(i) if p in layouts]
+        outputs = [(place[1], layouts[place]) for place in graph.outputs(i) if place in layouts]
         for slot, (child, number) in enumerate(graph.children[i]):
             if child < 0 or graph.side[child] != SAMPLE:
                 continue

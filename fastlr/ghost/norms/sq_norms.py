@@ -114,7 +114,9 @@ def sq_norms(
         uses = [use for use in plan.uses.at_node[i] if use.source in wanted]
         if not uses or all(g is None for g in gradients):
             return
-        layouts = {p[1]: plan.layouts[p] for p in graph.outputs(i) if p in plan.layouts}
+        layouts = {
+            place[1]: plan.layouts[place] for place in graph.outputs(i) if place in plan.layouts
+        }
         shapes = {use.slot: graph.shape(*use.source) for use in uses}
         site = Site(graph.nodes[i], gradients, layouts, plan.count, shapes)
         if not any(use.key in plan.by_node for use in uses):
