@@ -118,7 +118,7 @@ class Chunks:
             return torch.empty(0, dtype=torch.float64), None
         table = torch.cat([chunk.table for chunk in chunks], 1)
         routes = {name: route for chunk in chunks for name, route in chunk.routes.items()}
-        norms = ChunkNorms(chunks[0].names, table, routes)
+        norms = ChunkNorms(table, routes)
         return norms.total, norms
 
     def _norms(self, start: int, stop: int, draw: Draw) -> ChunkNorms:
@@ -126,7 +126,7 @@ class Chunks:
             return self.passes.batch_gradient(start, stop)
         table = self.replays.run(start, stop, self.size, draw)
         if table is not None:
-            return ChunkNorms(list(self.passes.engine.parameters), table, self._routes)
+            return ChunkNorms(table, self._routes)
         if self.on_gpu:
             compile_kernels(self.passes, start, stop)
         norms = self.passes.norms(start, stop, draw)

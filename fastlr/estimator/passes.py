@@ -225,8 +225,7 @@ class Passes:
             self._warn_unless_layer_made_output(x)
         grads = gradient_of_batch(self.view, z, v)
         table = torch.stack([g.square().sum() for g in grads])[:, None] * (stop - start)
-        names = list(self.engine.parameters)
-        return ChunkNorms(names, table, dict.fromkeys(names, "batch gradient"))
+        return ChunkNorms(table, dict.fromkeys(self.engine.parameters, "batch gradient"))
 
     def description(self) -> str:
         """Return what the outputs were taken for, as text."""

@@ -75,13 +75,11 @@ class ChunkNorms:
     """Per-sample squared gradient norms of one call.
 
     Attributes:
-        names: Names of the parameters.
         table: Squared norms [parameters, B], float64.
         routes: How each parameter was measured ("rule": by the rule of its nodes; "node": by their
             own formulas, sample by sample; "loop": by one pass per sample; "zero": not used).
     """
 
-    names: list[str]
     table: Tensor
     routes: dict[str, str]
 
@@ -93,7 +91,7 @@ class ChunkNorms:
     @property
     def per_parameter(self) -> dict[str, Tensor]:
         """Name of each parameter -> its squared norms [B]."""
-        return dict(zip(self.names, self.table, strict=True))
+        return dict(zip(self.routes, self.table, strict=True))
 
 
 class Engine:
@@ -219,7 +217,7 @@ class Engine:
             ended = time.perf_counter()
             self.audits.measured += ended - begun
             self.audits.spent += 0.0 if audited is None else ended - measured
-        return ChunkNorms(list(self.parameters), table, {n: plan.route(n) for n in self.parameters})
+        return ChunkNorms(table, {n: plan.route(n) for n in self.parameters})
 
     # -- plans
     # ----------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def _of_parameter(name: str, plan: Plan, deviations: Mapping[str, float]) -> Par
     """Return how a plan measures a parameter."""
     uses = plan.uses.of_name.get(name, ())
     kinds = [use.kind.removesuffix("Backward0").removesuffix("Backward") for use in uses]
-    axes = [str(plan.layouts.get((use.node, 0), "unknown")) for use in uses]
+    axes = [str(plan.layouts.get(use.node, {}).get(0, "unknown")) for use in uses]
     return ParameterSupport(
         name,
         tuple(dict.fromkeys(kinds)),

@@ -26,12 +26,13 @@ def refuse_where(bad: Tensor, error: Callable[[], Exception]) -> None:
         raise error()
 
 
-def refuse_beyond(largest: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise ``error()`` if any element of ``largest`` is infinite or not a number.
+def refuse_beyond(values: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` if any element of ``values`` is plus infinity or not a number.
 
     Within `gathered`, keep the question instead.
     """
-    if _gathered is not None or not float(largest.amax()) < math.inf:
+    largest = values.amax()
+    if _gathered is not None or not float(largest) < math.inf:
         # Nor is that so of what is not a number.
         refuse_where(~(largest < math.inf), error)
 

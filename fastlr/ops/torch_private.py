@@ -54,8 +54,7 @@ def _has(name: str) -> bool:
 # -- at import
 # --------------------------------------------------------------------------------------------------
 
-tree_flatten = _get("utils._pytree.tree_flatten")
-_tree_leaves = _get("utils._pytree.tree_leaves")
+_tree_flatten = _get("utils._pytree.tree_flatten")
 _tree_map = _get("utils._pytree.tree_map")
 tree_map_only = _get("utils._pytree.tree_map_only")
 tree_unflatten = _get("utils._pytree.tree_unflatten")
@@ -66,17 +65,24 @@ Convolution = _get("nn.modules.conv._ConvNd")
 HigherOrderOperator = _get("_ops.HigherOrderOperator")  # runs functions that it is given
 weight_norm = _get("_weight_norm")  # that which modules call, fused on some devices
 
+_LEAF = _tree_flatten(None)[1]  # structure of a tree that is a leaf
 
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers, or a tensor as its own leaf.
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested containers, or a tensor as its own leaf, and their structure.
 
     Most inputs are one tensor, for which torch's function takes longer than a small operation.
     """
-    return [tree] if type(tree) is Tensor else _tree_leaves(tree)
+    return ([tree], _LEAF) if type(tree) is Tensor else _tree_flatten(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves alone (see `tree_flatten`)."""
+    return tree_flatten(tree)[0]
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to all leaves (see `tree_leaves`), and return the same containers."""
+    """Apply a function to all leaves (see `tree_flatten`), and return the same containers."""
     return function(tree) if type(tree) is Tensor else _tree_map(function, tree)
 
 

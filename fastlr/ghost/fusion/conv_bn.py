@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ghost.fusion.precomputed import take_precomputed
-from fastlr.ghost.graph.layouts import Regular
+from fastlr.ghost.graph.layouts import SAMPLES_FIRST
 from fastlr.ghost.graph.uses import Uses
 from fastlr.ghost.graph.walk import Graph
 from fastlr.ghost.norms.factors import Factor, NormsOnly
@@ -32,7 +32,6 @@ from fastlr.ops.folded import (
 from fastlr.ops.geometry import ConvGeometry
 
 NODE = "FoldedConvBackward"
-ONE_IMAGE = Regular(0, 1, 1)
 
 
 class BlockOptions(NamedTuple):
@@ -236,7 +235,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     reached = [o for o, g in enumerate(site.gradients) if g is not None]
     if 0 not in reached and not node.options.mean:
         raise Unsupported("no gradient at the first output")
-    if any(site.layouts.get(o) != ONE_IMAGE for o in reached):
+    if any(site.layouts.get(o) != SAMPLES_FIRST for o in reached):
         raise Unsupported("a sample owns several images")
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")

@@ -48,6 +48,9 @@ class Regular:
         return f"axis {self.dim}" + (f" ({' x '.join(parts)})" if len(parts) > 1 else "")
 
 
+SAMPLES_FIRST = Regular(0, 1, 1)  # an index of the first axis for each sample
+
+
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Axis ``dim`` holds rows of samples in any order.

@@ -16,7 +16,7 @@ import torch
 from fastlr.ghost.graph.layouts import Layout
 from fastlr.ghost.graph.rows import axes_of_nodes
 from fastlr.ghost.graph.uses import Uses
-from fastlr.ghost.graph.walk import PARAMETER, Graph, Place
+from fastlr.ghost.graph.walk import PARAMETER, Graph
 
 
 class Key(NamedTuple):
@@ -61,7 +61,7 @@ class Plan:
         sides: Side of each node (see `Graph`).
         node_keys: Key of each node (see `Graph`).
         uses: Uses of parameters.
-        layouts: Layouts of the outputs of nodes with uses.
+        layouts: Layouts of the outputs of nodes with uses, by node and number of the output.
         by_node: Reasons why rules do not measure uses, by the uses' keys.
         by_sample: Reasons why only the loop over samples measures parameters, by name.
         rows_lost_at: Kind of the first node below which only marks find the samples; "" for none.
@@ -81,7 +81,7 @@ class Plan:
     sides: list[int] = field(default_factory=list)
     node_keys: list = field(default_factory=list)
     uses: Uses = field(default_factory=lambda: Uses([]))
-    layouts: dict[Place, Layout] = field(default_factory=dict)
+    layouts: dict[int, dict[int, Layout]] = field(default_factory=dict)
     by_node: dict[tuple, str] = field(default_factory=dict)
     by_sample: dict[str, str] = field(default_factory=dict)
     rows_lost_at: str = ""

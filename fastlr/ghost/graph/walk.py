@@ -241,21 +241,18 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
     graph = Graph([], [], [], {}, [], keepalive=_node_that_holds_the_others(z))
-    stack: list = [z.grad_fn]
-    inputs_of: dict = {}
+    stack: list = [(z.grad_fn, None)]
     while stack:
-        node = stack[-1]
-        if node not in inputs_of:
-            inputs = inputs_of[node] = node.next_functions
-            waiting = [c for c, _ in inputs[::-1] if c is not None and c not in inputs_of]
-            if waiting:
-                stack += waiting
-                continue
-        stack.pop()
+        node, inputs = stack.pop()
         if node in index:  # several consumers have put it there
             continue
-        inputs, i = inputs_of[node], len(graph.nodes)
-        index[node] = i
+        if inputs is None:
+            inputs = node.next_functions
+            waiting = [(c, None) for c, _ in inputs[::-1] if c is not None and c not in index]
+            if waiting:
+                stack += [(node, inputs), *waiting]
+                continue
+        i = index[node] = len(graph.nodes)
         name = _kind(node)
         graph.nodes.append(node)
         graph.names.append(name)

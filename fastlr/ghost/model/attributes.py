@@ -101,24 +101,19 @@ class Attributes:
         for container in filter(None, self._empty):
             container.clear()
         for container, before in self._contents:
-            refill(container, before)
+            is_same = len(container) == len(before) and all(map(is_, container, before))
+            if is_same and type(container) in _DICTS:
+                is_same = all(map(is_, container.values(), before.values()))
+            if is_same:
+                continue
+            container.clear()
+            if type(container) in (list, deque):
+                container.extend(before)
+            else:
+                container.update(before)
         for registry, entries in self._scripted:
             for name in [name for name, entry in entries.items() if registry[name] is not entry]:
                 registry[name] = entries[name]
-
-
-def refill(value: Any, before: Any) -> None:
-    """Give a container the contents that it had, if it has others."""
-    is_same = len(value) == len(before) and all(map(is_, value, before))
-    if is_same and type(value) in _DICTS:
-        is_same = all(map(is_, value.values(), before.values()))
-    if is_same:
-        return
-    value.clear()
-    if type(value) in (list, deque):
-        value.extend(before)
-    else:
-        value.update(before)
 
 
 _emptied: ContextVar[Collection[tuple[str, dict]]] = ContextVar("fastlr_emptied", default=())

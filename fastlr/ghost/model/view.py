@@ -82,7 +82,7 @@ def trainable(
     for name, parameter in (named or dict(model.named_parameters())).items():
         if not parameter.requires_grad:
             continue
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+        if nn.parameter.is_lazy(parameter):
             raise ModelError(
                 f"parameter {name} is not initialised (a lazy module); run one forward pass first"
             )
@@ -164,18 +164,12 @@ class ModelView:
         """All parameters by name."""
         return dict(self.module.named_parameters())
 
-    @cached_property
-    def _first(self) -> nn.Parameter:
-        """A parameter, which may be sharded; ModelError if there is none."""
-        first = next(self.module.parameters(), None)
-        if first is None:
-            raise ModelError(_NONE_TRAINABLE)
-        return first
-
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self._first.device
+        """Device of the parameters; ModelError if there are none."""
+        for parameter in self.named.values():
+            return parameter.device
+        raise ModelError(_NONE_TRAINABLE)
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.

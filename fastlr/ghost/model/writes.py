@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastlr.errors import ModelError, few
-from fastlr.ghost.model.attributes import Attributes, caches_to_empty, refill
+from fastlr.ghost.model.attributes import Attributes, caches_to_empty
 from fastlr.ops.objects import address, storage, weakly_by_module
 from fastlr.ops.torch_private import is_view, no_torch_function
 
@@ -175,7 +175,7 @@ class ModelState:
             cache.clear()
         is_first = self._mode not in self._modes
         large = _held(self._large) if is_first else []
-        hooks = [dict(registry) if registry else None for registry in self._attributes.hooks]
+        hooks = [(held, dict(held)) for held in filter(None, self._attributes.hooks)]
         before = self._versions()
         saving: AbstractContextManager[Any] = nullcontext()
         if copies and self.written:
@@ -185,9 +185,10 @@ class ModelState:
                 yield
             self._modes[self._mode] = self.written
         finally:
-            for registry, entries in zip(self._attributes.hooks, hooks, strict=True):
-                if registry or entries:
-                    refill(registry, entries or {})
+            for registry in filter(None, self._attributes.hooks):
+                registry.clear()
+            for registry, entries in hooks:
+                registry.update(entries)
             self._record_writes(before, large, is_first)
 
     def _versions(self) -> list[int]:

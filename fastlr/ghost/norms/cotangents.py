@@ -118,9 +118,11 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     if others:
         largest = largest.amax(others, keepdim=True)
     refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
-    power = largest / (2 * torch.frexp(largest).mantissa)  # of two, exact for every finite number
+    mantissa = torch.frexp(largest).mantissa
+    power = largest / (mantissa + mantissa)  # of two, exact for every finite number
     power.nan_to_num_(1.0)  # a sample of zeros has none
-    return (v / power).to(output.dtype), power.flatten().double().square()
+    factors = power.flatten().double()
+    return (v / power).to(output.dtype), factors * factors
 
 
 def generic_cotangent(z: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.graph.layouts import Layout, Regular, Unsupported
+from fastlr.ghost.graph.layouts import SAMPLES_FIRST, Layout, Unsupported
 from fastlr.ghost.graph.rows import (
     Keeps,
     batch_norm_rows,
@@ -219,7 +219,7 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     beta, alpha = n._saved_beta, n._saved_alpha
     if list(slots) == [0, 2] and g.ndim == 2 and beta == alpha == 1:
         # A row of the product for each sample, and an element of the bias for each column.
-        if site.layout == Regular(0, 1, 1) and site.shapes[0] == g.shape[1:]:
+        if site.layout == SAMPLES_FIRST and site.shapes[0] == g.shape[1:]:
             return _of_one_row(site)
     names = ("batch1", "batch2") if g.ndim == 3 else ("mat1", "mat2")
     factors: dict[int, Factor] = {}

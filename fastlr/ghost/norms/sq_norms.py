@@ -114,11 +114,8 @@ def sq_norms(
         uses = [use for use in plan.uses.at_node[i] if use.source in wanted]
         if not uses or all(g is None for g in gradients):
             return
-        layouts = {
-            place[1]: plan.layouts[place] for place in graph.outputs(i) if place in plan.layouts
-        }
         shapes = {use.slot: graph.shape(*use.source) for use in uses}
-        site = Site(graph.nodes[i], gradients, layouts, plan.count, shapes)
+        site = Site(graph.nodes[i], gradients, plan.layouts.get(i, {}), plan.count, shapes)
         if not any(use.key in plan.by_node for use in uses):
             factors = by_rule(site, uses)
             if factors is not None:

@@ -186,9 +186,9 @@ class SampleAudit:
         if scale is not None:
             cotangents += [self.own_v * 2.0**scale.exponent, self.unit_v]
         beside = samples.run(0, cotangents)
-        self.row_alone, self.exact = beside.row, torch.stack(beside.norms[0])
+        self.row_alone, self.exact = beside.row, beside.norms[0]
         if scale is not None:
-            larger, of_unit = map(torch.stack, beside.norms[1:])
+            larger, of_unit = beside.norms[1:]
             parameters = list(self.view.parameters.values())
             scale.require(
                 self.exact, larger, 4.0**-scale.exponent, parameters, scale.tolerance_when_scaled
@@ -250,7 +250,7 @@ class SampleAudit:
         z = self.run_again()
         cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
         self.view.row(cotangent, self.sample).copy_(self.own_v)
-        return torch.stack(exact_sq_norms(z, self.view.parameters, cotangent))
+        return exact_sq_norms(z, self.view.parameters, cotangent)
 
     def deviations(self) -> dict[str, float]:
         """Return errors of squared norms, in parts of the total, of parameters with a gradient."""

@@ -18,6 +18,7 @@ from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.trust.agreement import agree, computes_in_few_digits, gap
 from fastlr.ghost.trust.copies import deep_copies
+from fastlr.ghost.trust.independence import evenly_spaced
 
 _LARGE_MOVE = 0.5  # of a parameter, in parts of its size
 _SMALL_MOVES = {torch.float64: 1e-5, torch.float32: 1e-2}
@@ -27,14 +28,14 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 _ROUNDING_IN_FEW_DIGITS = 1e-2
 
 
-def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) -> None:
+def require_no_hidden_parameters(view: ModelView, batch: Batch, graph: Graph) -> None:
     """Require that parameters that are not in the graph do not move the output.
 
-    They are moved in the model for a forward pass, and put back.
+    They are moved in the model for a forward pass over a few samples, and put back.
 
     Args:
         view: Model.
-        samples: A few samples.
+        batch: Inputs of the batch.
         graph: Graph of the output.
 
     Raises:
@@ -44,6 +45,7 @@ def require_no_hidden_parameters(view: ModelView, samples: Batch, graph: Graph) 
     absent = [name for name in view.parameters if name not in in_graph]
     if not absent:
         return
+    samples = batch.part(evenly_spaced(batch.count))
     z = view.outputs(samples.pick(range(samples.count)))
     if _do_move_output(view, samples, z, absent):
         moved = [name for name in absent if _do_move_output(view, samples, z, [name])]

@@ -95,7 +95,7 @@ def require_hooks_to_scale(view: ModelView, z: Tensor, v: Tensor) -> None:
 
     def norms(exponent: int) -> Tensor:
         scaled = (v * 2.0**to_unit_size).to(z.dtype) * 2.0**exponent
-        return torch.stack(exact_sq_norms(z, view.parameters, scaled, retain=True))
+        return exact_sq_norms(z, view.parameters, scaled, retain=True)
 
     scale.require(
         norms(0),
@@ -126,7 +126,7 @@ def require_same_among_copies(view: ModelView, batch: Batch, z: Tensor, toleranc
         if out_of_memory(error):
             raise
         return
-    pair, three = [torch.stack(one.norms[0]) for one in beside]
+    pair, three = [one.norms[0] for one in beside]
     if not norms_close(three, pair, pair.sum(), tolerance).all():
         raise InteractionError(
             "the gradient of a sample changes with the number of samples beside it: a hook or a "

@@ -21,7 +21,7 @@ from fastlr.ghost.model.view import FAILURES
 from fastlr.ghost.norms.cotangents import generic_cotangent
 from fastlr.ghost.trust.culprits import require_not_random
 from fastlr.ghost.trust.hidden import require_no_hidden_parameters
-from fastlr.ghost.trust.independence import Independence, evenly_spaced
+from fastlr.ghost.trust.independence import Independence
 from fastlr.ops.deferred_checks import out_of_memory
 
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
@@ -65,8 +65,7 @@ def new_plan(
     if forward.count > 1:
         _find_sides(forward, plan, earlier)
     if earlier is None:
-        some = forward.batch.part(evenly_spaced(forward.count))
-        require_no_hidden_parameters(forward.view, some, graph)
+        require_no_hidden_parameters(forward.view, forward.batch, graph)
     if forward.count > 1:
         _locate_samples(forward, plan)
     return plan
@@ -135,7 +134,9 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
         for node, _ in [place for place, layout in found.items() if layout is None]:
             for use in uses.at_node[node]:
                 plan.measure_by_sample(graph.names_below(use.source), reason)
-    plan.layouts = {place: layout for place, layout in layouts.items() if layout is not None}
+    for (node, output), layout in layouts.items():
+        if layout is not None:
+            plan.layouts.setdefault(node, {})[output] = layout
     for use in uses.every:
         if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
             plan.measure_by_sample(graph.names_below(use.source), COUNTED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ops.autocast import full_precision
 from fastlr.ops.cudnn import cudnn_as_user_set
 
+PART = 1 << 18  # elements of a gradient whose copy in float64 stays in a CPU's cache
 # Torch's batch norm on a CPU, folded or not, is wrong for one sample: it takes the strides of a
 # transposed view for another memory format.
 _WRONG_FOR_ONE_SAMPLE_ON_CPU = OURS | {"NativeBatchNormBackward0"}
@@ -33,11 +35,11 @@ class SampleResult(NamedTuple):
 
     Attributes:
         row: Output of the sample.
-        norms: Squared norms of its gradients for each cotangent, float64 scalars.
+        norms: Squared norms [parameters] of its gradients for each cotangent, float64.
     """
 
     row: Tensor
-    norms: list[list[Tensor]]
+    norms: list[Tensor]
 
 
 @dataclass(eq=False)
@@ -85,8 +87,8 @@ class SingleSamples:
                 f"are run, in the batch {tuple(shape)}; check in_dim= and out_dim="
             )
         if not z.requires_grad:
-            zero = torch.zeros((), dtype=torch.float64, device=z.device)
-            return SampleResult(row, [[zero] * len(self.parameters) for _ in cotangents])
+            zeros = torch.zeros(len(self.parameters), dtype=torch.float64, device=z.device)
+            return SampleResult(row, [zeros] * len(cotangents))
         norms = []
         for number, v in enumerate(cotangents, 1):
             beside = torch.zeros_like(z, memory_format=torch.contiguous_format)
@@ -103,7 +105,7 @@ def norms_of_one(forward: ForwardPass, v: Tensor, *, retain: bool) -> dict[str, 
         return norms_by_loop(forward, v, parameters)
     with cudnn_as_user_set(forward.view.device):
         exact = exact_sq_norms(forward.z, parameters, v, retain=retain)
-    return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
+    return dict(zip(parameters, exact[:, None], strict=True))
 
 
 def norms_by_loop(
@@ -114,8 +116,8 @@ def norms_by_loop(
     samples = SingleSamples(view, forward.batch, parameters)
     with cudnn_as_user_set(view.device):
         passes = [samples.run(k, [view.row(v, k)], alone_first=alone) for k in range(forward.count)]
-    norms = zip(*(beside.norms[0] for beside in passes), strict=True)
-    return dict(zip(parameters, map(torch.stack, norms), strict=True))
+    table = torch.stack([beside.norms[0] for beside in passes], 1)
+    return dict(zip(parameters, table, strict=True))
 
 
 def _autograd_is_right_for_one_sample(forward: ForwardPass) -> bool:
@@ -125,11 +127,14 @@ def _autograd_is_right_for_one_sample(forward: ForwardPass) -> bool:
 
 def exact_sq_norms(
     z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False
-) -> list[Tensor]:
-    """Return the squared norms (float64 scalars) of the gradients of <v, z>, by plain autograd."""
+) -> Tensor:
+    """Return the squared norms [parameters] (float64) of <v, z>'s gradients, by plain autograd."""
     zero = torch.zeros((), dtype=torch.float64, device=z.device)
     with full_precision(z.device):
         gradients = torch.autograd.grad(
             z, list(parameters.values()), v, retain_graph=retain, allow_unused=True
         )
-        return [zero if g is None else dense(g).double().square().sum() for g in gradients]
+        parts = [(zero,) if g is None else dense(g).flatten().split(PART) for g in gradients]
+        lengths = torch._foreach_norm(list(chain(*parts)), dtype=torch.float64)
+        squares = torch.stack(lengths).square().split([*map(len, parts)])
+        return torch.stack([of_parts.sum() for of_parts in squares])
