@@ -33,11 +33,11 @@ def engine_of(view: ModelView) -> Engine:
     A function as ``output`` is known by its code and what it holds: one that is defined again in a
     later call finds the same engine.
     """
-    engines: Recent[tuple, Engine] | None = _ENGINES.get(view.module)
+    engines = _ENGINES.get(view.module)
     if engines is None:
         engines = _ENGINES[view.module] = Recent(_OPTIONS)
     key = (_output_key(view.output), view.in_dim, view.out_dim)
-    engine = engines.get(key) or engines.put(key, Engine(view))
+    engine: Engine = engines.get(key) or engines.put(key, Engine(view))
     engine.view = view  # what the function of an earlier call holds may have changed
     return engine
 

@@ -325,9 +325,17 @@ class Engine:
         tested_for_hooks = samples if has_hooks else samples[: int(is_unaudited)]
         scale = Scale.of(forward.graph.float_dtypes())
         for sample in samples:
-            measured = forward.batch, sample, forward.z, one, norms
-            again = lambda: forward.batch, forward.run_again
-            audit = SampleAudit(self.view, plan, *measured, *again)
+            audit = SampleAudit(
+                self.view,
+                plan,
+                forward.batch,
+                sample,
+                forward.z,
+                one,
+                norms,
+                lambda: forward.batch,
+                forward.run_again,
+            )
             flags = audit.run(scale if sample in tested_for_hooks else None)
             problem, wrong = audit.problem(*flags.tolist())
             if not problem:

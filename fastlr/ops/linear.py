@@ -82,8 +82,9 @@ def one_row_sq_norms(
     Returns:
         ||g a^T||_F^2 and ||g||^2 of each sample, float64.
     """
-    of_inputs, of_bias = (torch.linalg.vecdot(t, t) for t in (a.double(), g.double()))
-    return of_bias * of_inputs, of_bias
+    a, g = a.double(), g.double()
+    of_bias = (g * g).sum(1)
+    return of_bias * (a * a).sum(1), of_bias
 
 
 def linear_sq_norms(

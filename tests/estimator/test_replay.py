@@ -1,8 +1,7 @@
 """Replayed chunks give the numbers of launched ones, as weights, programs and values change.
 
-CUDA graphs need a GPU. Here a recorder that runs the captured function again, into the memory of
-the first run, stands in for one: what is tested is everything around it. With a GPU the same tests
-run on real graphs too.
+CUDA graphs need a GPU. Here a recorder stands in for one: it runs the captured function again, into
+the memory of the first run. With a GPU, real graphs are tested too.
 """
 
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import fastlr
 from fastlr.estimator.capture import CudaRecorder, graph_key
 from fastlr.estimator.cuda_graph import Replay
 from fastlr.ghost.model.writes import _Held
-from fastlr.ghost.trust.agreement import outputs_need_full_check
+from fastlr.ghost.trust import agreement
 from fastlr.integrations import Monitor
 
 HIDDEN = {"factor": 1.0}
@@ -91,17 +90,13 @@ def test_same_numbers(device, n):
     without = estimator(model, n, graphs=False)
     for _ in range(2):
         agree(with_graphs.measure(), without.measure())
-    assert set(with_graphs.chunks.replays.held) == {8}, (
-        "a shorter last chunk has no graph of its own"
-    )
+    # A shorter last chunk has no graph of its own.
+    assert set(with_graphs.chunks.replays.held) == {8}
     assert torch.equal(with_graphs.measure().per_sample, with_graphs.measure().per_sample)
 
 
 def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device):
-    """A shorter last chunk is filled up with earlier inputs, which nothing counts twice.
-
-    Values, sums and checks leave the repeated rows out.
-    """
+    """It is filled up with earlier inputs, which values, sums and checks leave out."""
     asked = []
 
     class Asked(fastlr.TensorInputs):
@@ -127,7 +122,9 @@ def test_a_measurement_reads_from_the_device_once_all_is_launched(monkeypatch):
     """It reads flags, values and sums after all launches and audits."""
     graphs = estimator(captured_net("cpu"), inputs=Made((3, 16, 16)))
     graphs.measure()
-    monkeypatch.setattr(_Held, "needs_put_back", True)  # as on a GPU, where none is compared
+    # As on a GPU, where neither is asked.
+    monkeypatch.setattr(_Held, "needs_put_back", True)
+    monkeypatch.setattr(agreement, "_are_close", lambda *_: False)
     events = []
     waits = Waits(events)
     recorder = graphs.chunks.replays.held[8].recorder
@@ -163,13 +160,14 @@ def test_a_wait_would_be_seen(read, monkeypatch):
     assert before == 1 and events[1:] == ["copied"], "what was copied is read on the host"
 
 
-def test_outputs_that_need_a_closer_look_are_flagged():
+def test_outputs_that_need_a_closer_look_are_flagged(monkeypatch):
     """For whatever would not pass by the size of the difference alone."""
+    monkeypatch.setattr(agreement, "_are_close", lambda *_: False)  # asked on a CPU only
     x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     masked = torch.where(torch.arange(30) == 3, -1e9, x)
 
     def flagged(own, got):
-        return bool(outputs_need_full_check(own, got, 1e-3, 0))
+        return bool(agreement.outputs_need_full_check(own, got, 1e-3, 0))
 
     assert not flagged(x, x)
     assert not flagged(x, x * (1 + 1e-5))

@@ -48,7 +48,7 @@ class Regular:
         return f"axis {self.dim}" + (f" ({' x '.join(parts)})" if len(parts) > 1 else "")
 
 
-SAMPLES_FIRST = Regular(0, 1, 1)  # an index of the first axis for each sample
+SAMPLES_FIRST = Regular(0, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)

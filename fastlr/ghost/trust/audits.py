@@ -157,12 +157,8 @@ class SampleAudit:
         batch_again: Callable[[], Batch],
         run_again: Callable[[], Tensor],
     ) -> None:
-        self.view, self.sample, self.batch_again, self.run_again = (
-            view,
-            sample,
-            batch_again,
-            run_again,
-        )
+        self.view, self.sample = view, sample
+        self.batch_again, self.run_again = batch_again, run_again
         self.batch = batch.part(range(sample, sample + 1))
         narrow = torch.float16 in (plan.dtype, z.dtype, autocast_dtype(z.device))
         self.own_v, self.own_per_unit = one.own(

@@ -19,9 +19,9 @@ from fastlr.ghost.graph.walk import walk
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ghost.trust.agreement import (
+    LARGEST_TOLERANCE_OF_FLOAT32,
     agree,
     gap,
-    has_half_precision,
     median_size,
     output_tolerance,
     rounding,
@@ -85,7 +85,7 @@ class BatchOutput:
         off = gap(in_batch, output).movedim(out_dim, 0).flatten(1).amax(1)
         doubtful = dict.fromkeys(samples[row] for row in off.argsort(descending=True).tolist())
         ways = [self._rounding_among_copies, self._rounding_to_more_digits]
-        if has_half_precision(self.view.parameters.values(), self.view.device):
+        if relative > LARGEST_TOLERANCE_OF_FLOAT32:  # in few digits
             ways.reverse()
         allowed = torch.zeros((), device=output.device)
         for way in ways:

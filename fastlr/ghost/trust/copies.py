@@ -19,7 +19,7 @@ from fastlr.ghost.graph.plan import Plan
 from fastlr.ghost.model.batch import Batch
 from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.model.writes import put_back_writes
-from fastlr.ghost.trust.agreement import agree, has_half_precision, rounding
+from fastlr.ghost.trust.agreement import agree, rounding
 from fastlr.ops.modules import all_modules
 from fastlr.ops.objects import INTERNAL
 from fastlr.ops.torch_private import tree_leaves, tree_map
@@ -115,7 +115,7 @@ def untested_by_audits(view: ModelView, plan: Plan) -> set[str]:
     """
     parameters = view.parameters.values()
     by_rules = {name for name in plan.names if name not in plan.by_sample}
-    if has_half_precision(parameters, view.device):
+    if any(p.dtype.itemsize < 4 for p in parameters) or torch.is_autocast_enabled(view.device.type):
         return by_rules
     had_a_gradient = plan.deviations.keys()
     return by_rules - had_a_gradient if zero_parameters(parameters) else set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fastlr.ghost.model.view import FAILURES, ModelView
 from fastlr.ops.autocast import full_precision
 from fastlr.ops.cudnn import cudnn_as_user_set
 
-PART = 1 << 18  # elements of a gradient whose copy in float64 stays in a CPU's cache
+PART = 1 << 18  # elements whose copies in float64 stay in a CPU's cache
 # Torch's batch norm on a CPU, folded or not, is wrong for one sample: it takes the strides of a
 # transposed view for another memory format.
 _WRONG_FOR_ONE_SAMPLE_ON_CPU = OURS | {"NativeBatchNormBackward0"}
@@ -134,7 +133,12 @@ def exact_sq_norms(
         gradients = torch.autograd.grad(
             z, list(parameters.values()), v, retain_graph=retain, allow_unused=True
         )
-        parts = [(zero,) if g is None else dense(g).flatten().split(PART) for g in gradients]
-        lengths = torch._foreach_norm(list(chain(*parts)), dtype=torch.float64)
-        squares = torch.stack(lengths).square().split([*map(len, parts)])
-        return torch.stack([of_parts.sum() for of_parts in squares])
+        summed = [zero if g is None else _partly_summed(dense(g)) for g in gradients]
+        return torch.stack(torch._foreach_norm(summed, dtype=torch.float64)).square()
+
+
+def _partly_summed(gradient: Tensor) -> Tensor:
+    """Return a gradient, or the lengths of its parts, which have the same norm."""
+    if gradient.is_cuda or gradient.numel() <= PART:
+        return gradient
+    return torch.stack(torch._foreach_norm(gradient.flatten().split(PART), dtype=torch.float64))

@@ -326,9 +326,8 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
             one["candidates"].values()
         )
     probes = found["linear_probe"]["candidates"]
-    assert probes["first.pt"] == probes["confident.pt"], (
-        "they differ in their heads alone, which probes draw anew"
-    )
+    # They differ in their heads alone, which probes draw anew.
+    assert probes["first.pt"] == probes["confident.pt"]
     assert found["weight_norm"]["pick"] == "first.pt"
 
 

@@ -71,9 +71,8 @@ def test_a_run_can_be_made_longer(tmp_path, images):
     continual.resume(tmp_path / "short", {"tasks": 4})
     assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
     rounds = [(line["round"], line["classes"]) for line in comparable(tmp_path / "long")[1:]]
-    assert [r for r, _ in rounds] == [0, 0, 0, 1], (
-        "three classes have three pairs; then a new permutation, marked"
-    )
+    # Three classes have three pairs; then a new permutation, marked.
+    assert [r for r, _ in rounds] == [0, 0, 0, 1]
     config = (tmp_path / "short/config.json").read_text()
     with warned("has done more than tasks=3 already: nothing is left to do"):
         continual.resume(tmp_path / "short", {"tasks": 3})
@@ -314,9 +313,8 @@ def test_the_command(tmp_path, images, cli):
         "measures=weight_norm"
     )
     captured = cli(f"{begin} --set model=continual_cases:net --tasks 2 --seed 5")
-    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, (
-        "quiet without a terminal"
-    )
+    # Quiet without a terminal.
+    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["options"]["seed"] == 5
     assert config["options"]["tasks"] == 2

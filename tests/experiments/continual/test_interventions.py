@@ -211,9 +211,8 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
     for name, value in after.items():
         if name.startswith("4."):
             assert not torch.equal(value, before[name])
-            assert name == "4.bias" or not torch.equal(value, initial[name]), (
-                "not the same network again"
-            )
+            # Not the same network again.
+            assert name == "4.bias" or not torch.equal(value, initial[name])
             assert torch.isin(value, initial[name]).all(), "drawn from the values at initialisation"
         else:
             assert torch.equal(value, before[name]), "what comes before goes on"
@@ -223,9 +222,8 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
         assert all(zeros) or not any(zeros)
     again = started(store, reset_every=2, reset_layers=1, dtype="fp32")
     again.interventions[0].before_task(tasks[2], 2)
-    assert torch.equal(again.model.state_dict()["4.weight"], after["4.weight"]), (
-        "a pure function of seed and task"
-    )
+    # A pure function of seed and task.
+    assert torch.equal(again.model.state_dict()["4.weight"], after["4.weight"])
 
 
 def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
@@ -297,9 +295,8 @@ def test_every_batch_has_its_share_of_the_memory(store, share, counts):
     )
     tasks = [load_task(store, pair) for pair in ((0, 1), (2, 3))]
     learner.learn(tasks[0], 0)
-    assert [len(x) for x in learner.model.seen] == [12, 10] * 2, (
-        "nothing to replay in the first task"
-    )
+    # Nothing to replay in the first task.
+    assert [len(x) for x in learner.model.seen] == [12, 10] * 2
     learner.model.seen.clear()
     learner.learn(tasks[1], 1)
     # All of it is in the memory.

@@ -217,9 +217,8 @@ def test_one_capture_for_each_shape_and_not_too_many():
     for count, n in enumerate(sizes, 1):
         assert made(torch.ones(n), torch.full((n,), count)) == count * n
         assert state == count
-    assert made.captures == 2 * (HELD + 2), (
-        "the least recently used is dropped: here always the next"
-    )
+    # The least recently used is dropped: here always the next.
+    assert made.captures == 2 * (HELD + 2)
     for count in range(5):
         assert made(torch.ones(sizes[-1]), torch.full((sizes[-1],), count)) == count * sizes[-1]
     assert made.captures == 2 * (HELD + 2)
@@ -233,9 +232,8 @@ def test_modes(tmp_path, images):
     assert resolve_mode("eager", gpu) == "eager"
     with refused("step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"):
         begin(tmp_path / "run", images, step="graph")
-    assert begin(tmp_path / "run", images, step="eager", tasks=1)[-1]["step"] == "eager", (
-        "the folder is free"
-    )
+    # The folder is free.
+    assert begin(tmp_path / "run", images, step="eager", tasks=1)[-1]["step"] == "eager"
 
 
 def test_only_the_usual_sizes_are_compiled(monkeypatch):
