@@ -236,19 +236,12 @@ def narrow_products(device: str) -> bool:
     backend = _BACKENDS.get(device)
     if backend is None or (backend == "mkldnn" and not _cpu_multiplies_bf16()):
         return False
-    if _has_precisions():
-        return any(_precision(backend, operation) in _NARROW for operation in _OPERATIONS)
+    if _has("_C._get_fp32_precision_getter"):
+        precision = _get("_C._get_fp32_precision_getter")
+        return any(precision(backend, operation) in _NARROW for operation in _OPERATIONS)
     if backend == "mkldnn":
         return _get("_C._get_float32_matmul_precision")() == "medium"
     return _get("_C._get_cudnn_allow_tf32")() or _get("_C._get_cublas_allow_tf32")()
-
-
-def _has_precisions() -> bool:
-    return _has("_C._get_fp32_precision_getter")
-
-
-def _precision(backend: str, operation: str) -> str:
-    return _get("_C._get_fp32_precision_getter")(backend, operation)
 
 
 @cache

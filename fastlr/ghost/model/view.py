@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -51,14 +52,14 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "which fastlr measures, or measure the unwrapped model with its full state dict "
                 "loaded"
             )
-        compiled = getattr(model, "_orig_mod", None)
-        if isinstance(compiled, nn.Module):
-            model = compiled
+        wrapped: Any
+        if "_orig_mod" in model._modules:  # compiled
+            wrapped = model._modules["_orig_mod"]
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            wrapped: Any = model.module
-            model = wrapped
+            wrapped = model.module
         else:
             return model
+        model = wrapped
 
 
 def trainable(
@@ -141,7 +142,7 @@ class ModelView:
 
     def renewed(self) -> ModelView:
         """Return the view of the model as it is now: other parameters may require grad."""
-        return replace(self)
+        return ModelView(self.reference, self.output, self.in_dim, self.out_dim)
 
     @property
     def module(self) -> nn.Module:
@@ -188,7 +189,9 @@ class ModelView:
         device = self.device
         if t.device != device and t.ndim > 0:
             raise InputError(f"an input is on {t.device}, the model on {device}; move one of them")
-        if t.is_floating_point() and bool(t.isnan().any()):
+        # A sum is NaN if an element is, and takes half the time to look at.
+        may_have_nan = t.is_floating_point() and math.isnan(t.float().sum())
+        if may_have_nan and bool(t.isnan().any()):
             raise NonFiniteError("an input tensor has values that are not a number")
 
     def forward(self, x: Any, *, copies: bool = True) -> Tensor:
