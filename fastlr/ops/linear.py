@@ -63,8 +63,8 @@ def dense_sq_norms(
     grads: Tensor,  # [B, ...]
 ) -> Tensor:  # [B]
     """Squared norm of each sample's gradient, which is given. Returns [B], float64."""
-    rows = grads.reshape(len(grads), -1)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+    rows = grads.reshape(len(grads), -1).double()
+    return torch.linalg.vecdot(rows, rows)
 
 
 def one_row_sq_norms(
