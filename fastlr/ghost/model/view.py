@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -142,7 +142,7 @@ class ModelView:
 
     def renewed(self) -> ModelView:
         """Return the view of the model as it is now: other parameters may require grad."""
-        return ModelView(self.reference, self.output, self.in_dim, self.out_dim)
+        return replace(self)
 
     @property
     def module(self) -> nn.Module:
@@ -165,12 +165,18 @@ class ModelView:
         """All parameters by name."""
         return dict(self.module.named_parameters())
 
+    @cached_property
+    def _first(self) -> nn.Parameter:
+        """A parameter, which may be sharded; ModelError if there is none."""
+        first = next(self.module.parameters(), None)
+        if first is None:
+            raise ModelError(_NONE_TRAINABLE)
+        return first
+
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; ModelError if there are none."""
-        for parameter in self.named.values():
-            return parameter.device
-        raise ModelError(_NONE_TRAINABLE)
+        """Device of the parameters."""
+        return self._first.device
 
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
