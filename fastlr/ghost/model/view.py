@@ -195,7 +195,7 @@ class ModelView:
         device = self.device
         if t.device != device and t.ndim > 0:
             raise InputError(f"an input is on {t.device}, the model on {device}; move one of them")
-        # A sum is NaN if an element is, and takes half the time to look at.
+        # The sum is NaN if an element is, or for infinities. It takes half the time.
         may_have_nan = t.is_floating_point() and math.isnan(t.float().sum())
         if may_have_nan and bool(t.isnan().any()):
             raise NonFiniteError("an input tensor has values that are not a number")

@@ -24,7 +24,7 @@ NOISE, NOISE_IN_FEW_DIGITS = 1e-9, 0.1
 # Relative difference of audited squared norms and outputs that is rounding: it adds up from layer
 # to layer.
 AUDITED_IN_FEW_DIGITS = 0.1
-# More is for fewer digits.
+# Relative difference that is rounding in float32. A larger tolerance means fewer digits.
 LARGEST_TOLERANCE_OF_FLOAT32 = 0.01
 
 
