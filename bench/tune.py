@@ -1,8 +1,8 @@
 """Block sizes of kernels by measurement on this GPU: ``python -m bench.tune [NETWORK ...]``.
 
 One planned chunk of each network (bf16, channels_last) gives the shapes that its kernels' rules are
-asked for (some 35). For each of them the rule's block sizes and those around it, eight in all, are
-compiled side by side, and timed one after the other.
+asked for (127 for the two networks of the default). For each of them the rule's block sizes and
+those around it, at most eight in all, are compiled side by side, and timed one after the other.
 Those that are right (against the rule's own) and faster by `GAIN` go into ``fastlr/ops/tuned.json``
 under this architecture, which the kernels read: commit it. ``--table FILE`` names another table,
 for `bench.launch_times`. The table is written after every shape, so that a killed run keeps what it
@@ -212,7 +212,9 @@ def on_gpu(calls: Calls) -> Callable[[str, dict[str, int]], float | None]:
                         for a, b in got
                     ):
                         return None
-                    milliseconds = do_bench(partial(results, *call), return_mode="median")
+                    milliseconds = do_bench(
+                        partial(results, *call), warmup=5, rep=30, return_mode="median"
+                    )
                     total += 1e-3 * milliseconds
             except Exception as error:  # of the compiler, or too much memory asked for
                 print(f"{key} with {fields}: {type(error).__name__}", file=sys.stderr)

@@ -6,7 +6,7 @@ They make the inputs, their cotangents, and the norms.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fastlr.ghost.model.view import ModelView
 from fastlr.ghost.norms.cotangents import Scaled
 from fastlr.ghost.report import shared_inputs
 from fastlr.ghost.trust.audits import Draw
+from fastlr.ops.autocast import full_precision, in_autocast_region
 from fastlr.ops.cudnn import without_cudnn
 from fastlr.ops.deferred_checks import refuse_where
 from fastlr.ops.torch_private import tree_leaves, tree_map
@@ -95,15 +96,14 @@ class Passes:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context of the precision asked for, whatever autocast region the caller is in.
 
-        The cache of cast weights of the caller's region may be stale.
-
-        A chunk has a context of its own: the cache must not outlive it.
+        Within a region of the caller no cast weights are cached. They would be stale after an
+        optimizer step, and a CUDA graph would keep them. A chunk has a context of its own, with
+        which its cache ends.
         """
-        device, dtype = self.view.device.type, self.options.dtype
-        ambient = torch.is_autocast_enabled(device)
+        device, dtype = self.view.device, self.options.dtype
         if dtype is None:
-            return torch.autocast(device, enabled=False) if ambient else nullcontext()
-        return torch.autocast(device, dtype=dtype, cache_enabled=not ambient)
+            return full_precision(device)
+        return torch.autocast(device.type, dtype=dtype, cache_enabled=not in_autocast_region())
 
     def forward(self, x: Any) -> Tensor:
         """Return the model's output for copies of the inputs, with its graph."""

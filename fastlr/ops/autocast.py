@@ -1,4 +1,4 @@
-"""Autocast on a device: its dtype, and how to switch it off."""
+"""Autocast on a device: its dtype, its regions, and how to switch it off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype of autocast on a device; None where autocast is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def in_autocast_region() -> bool:
+    """Return True within a region of autocast, of any device and also where it is disabled.
+
+    The cache of cast weights lasts until the outermost region ends.
+    """
+    regions = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return regions > 0
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:

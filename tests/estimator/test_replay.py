@@ -4,7 +4,8 @@ CUDA graphs need a GPU. Here a recorder stands in for one: it runs the captured 
 the memory of the first run. With a GPU, real graphs are tested too.
 """
 
-from contextlib import contextmanager
+import copy
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -502,12 +503,19 @@ def test_batches_that_differ_in_more_than_shapes_are_not_replayed(name):
         agree(graphs.measure(), estimator(model, graphs=False, inputs=inputs).measure())
 
 
-def test_autocast(device):
+@mark.parametrize("region", [None, "disabled", "enabled"])
+def test_autocast(device, region):
+    """Nor does a region of the caller keep cast weights from before they changed."""
     model = captured_net(device)
     low = {"dtype": torch.bfloat16}
-    a = estimator(model, **low).measure()
-    b = estimator(model, graphs=False, **low).measure()
-    torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-2, atol=0)
+    graphs = estimator(model, **low)
+    enabled = region == "enabled"
+    with torch.autocast(device, torch.bfloat16, enabled) if region else nullcontext():
+        for _ in range(3):
+            a = graphs.measure()
+            b = estimator(copy.deepcopy(model), graphs=False, **low).measure()
+            torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-2, atol=0)
+            torch._foreach_mul_([p.detach() for p in model.parameters()], 1.5)
 
 
 def test_a_loop_is_not_captured(device):
