@@ -81,7 +81,7 @@ class HostRoute(Route):
         self.group.all_reduce(flat, average)
 
     def sq_norm(self, flat: Tensor) -> Tensor:  # noqa: D102
-        return torch.tensor(self.group.squared_norm(flat), dtype=torch.float64)
+        return flat.new_tensor(self.group.squared_norm(flat), dtype=torch.float64)
 
 
 class DeviceRoute(Route):

@@ -253,7 +253,7 @@ def _trial_sum(route: Route, device: torch.device, board: Board) -> str | None:
     This shows peer memory that can be mapped but not read properly (some virtual machines).
     """
     parts = [
-        torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16()
+        torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r), device="cpu").bfloat16()
         for r in range(board.size)
     ]
     total = fixed_order_sum(parts)

@@ -115,7 +115,7 @@ class Chunks:
                 continue
             start = end
         if not chunks:
-            return torch.empty(0, dtype=torch.float64), None
+            return torch.empty(0, dtype=torch.float64, device="cpu"), None
         table = torch.cat([chunk.table for chunk in chunks], 1)
         routes = {name: route for chunk in chunks for name, route in chunk.routes.items()}
         norms = ChunkNorms(table, routes)

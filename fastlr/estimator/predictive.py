@@ -50,7 +50,7 @@ _KERNEL_CLASSES = 4096  # the most that the Triton kernel of softmax cotangents 
 
 def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tensor:
     if isinstance(index, range):
-        index = torch.arange(index.start, index.stop, index.step)
+        index = torch.arange(index.start, index.stop, index.step, device="cpu")
     if (
         not isinstance(index, Tensor)
         or index.ndim != 1

@@ -132,7 +132,7 @@ class Estimate:
         known["stderr"] = math.nan if known.get("stderr") is None else known["stderr"]
         try:
             if values is not None:
-                values = torch.tensor(values, dtype=torch.float64)
+                values = torch.tensor(values, dtype=torch.float64, device="cpu")
             known["per_sample"], known["notes"] = values, tuple(known.get("notes", ()))
             result = cls(**known)
         except (TypeError, ValueError) as error:

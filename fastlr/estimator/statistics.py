@@ -222,7 +222,7 @@ def regression_memorization_bound(
 
 def _finite(name: str, values: Tensor | Sequence[float] | float) -> Tensor:
     try:
-        tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+        tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be numbers, not {values!r} ({error})") from None
     if tensor.numel() == 0:

@@ -99,7 +99,9 @@ def local_redundancy_exact(
         )
     # [M, K * C] counts.
     pairs = list(combinations_with_replacement(range(inputs * classes), n))
-    datasets = F.one_hot(torch.tensor(pairs), inputs * classes).sum(1).double().flip(0)
+    datasets = (
+        F.one_hot(torch.tensor(pairs, device="cpu"), inputs * classes).sum(1).double().flip(0)
+    )
     base_fit = datasets @ base.flatten()
     best = base_fit.clone()  # eta = 0
     for eta in steps[1:]:
@@ -118,7 +120,7 @@ def local_redundancy_exact(
     ).exp()
     excess = weight * torch.expm1(best - base_fit)
     _, group = torch.unique(of_input, dim=0, return_inverse=True)
-    z = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, excess)
+    z = excess.new_zeros(int(group.max()) + 1).index_add_(0, group, excess)
     return float(torch.log1p(z).max())
 
 

@@ -246,14 +246,14 @@ def gradient_noise_scale(
         with eval_mode(view.module, view.device), uncompiled():
             refuse_mixed_gradients(engine_of(view), view.inputs(x))
     of_groups = _Groups(parts)
-    everything = torch.arange(len(parts))
+    everything = torch.arange(len(parts), device="cpu")
     trace, square = of_groups.trace_and_square(everything)
     if not math.isfinite(trace + square):
         raise NonFiniteError("a gradient is not finite: the training has diverged")
     without = [of_groups.trace_and_square(everything[everything != k]) for k in everything]
     stderr = None
     if square > 0 and all(s > 0 for _, s in without):
-        left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
+        left = torch.tensor([t / s for t, s in without], dtype=torch.float64, device="cpu")
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
     details: dict[str, Any] = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
     if square <= 0:
@@ -281,7 +281,7 @@ class _Groups:
             assert part.norms is not None and part.sums is not None
             norms.append(part.norms.sum())
             columns.append(part.sums)
-        self.sizes = torch.tensor([part.size for part in parts], dtype=torch.float64)
+        self.sizes = torch.tensor([part.size for part in parts], dtype=torch.float64, device="cpu")
         self.norms = torch.stack(norms).cpu()  # [groups], of the samples' squared norms
         flat = (torch.stack(c).reshape(len(parts), -1) for c in zip(*columns, strict=True))
         self.products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]

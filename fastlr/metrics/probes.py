@@ -98,7 +98,9 @@ def trainability(
     fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
     first = fits[0]
     guess = math.log(first.classes) if first.classes else 0.5 / first.variance
-    loss = torch.tensor([fit.losses for fit in fits], dtype=torch.float64)  # [repeats, steps + 1]
+    loss = torch.tensor(
+        [fit.losses for fit in fits], dtype=torch.float64, device="cpu"
+    )  # [repeats, steps + 1]
     fall = loss[:, :1] - loss
     values = 1 - loss[:, -1] / guess
     half = (fall < fall[:, -1:] / 2).sum(1).double()
@@ -200,7 +202,7 @@ def memorization_capacity(
         fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
     else:
         fits += [fit(seed + (repeat << _APART)) for repeat in range(1, repeats)]
-    nats = torch.tensor([count * f.end for f in fits], dtype=torch.float64)
+    nats = torch.tensor([count * f.end for f in fits], dtype=torch.float64, device="cpu")
     whole = count * math.log2(classes) if classes else None
     if whole is not None:
         bits = [memorization_gain(-float(x), whole * math.log(2), "bits") for x in nats]
@@ -209,7 +211,7 @@ def memorization_capacity(
         errors = errors.clamp_min(torch.finfo(labels.dtype).eps ** 2)  # a fit to the last digit
         bound = partial(regression_memorization_bound, count, 1, 1.0, unit="bits")
         bits = [bound(float(e)) for e in errors]
-    gains = torch.tensor(bits, dtype=torch.float64)
+    gains = torch.tensor(bits, dtype=torch.float64, device="cpu")
     value = float(gains.mean())
     stderr, ceiling = None, None
     if enumerated:

@@ -149,7 +149,7 @@ class SampleLosses:
         axes = _label_axes(y, count, self.out_dim % z.ndim)
         if not any(self._losses_are_of_a_sample_each(z, y, axis) for axis in axes):
             raise InputError(_MIXES)
-        twice = torch.arange(count).roll(1).repeat(2)
+        twice = torch.arange(count, device="cpu").roll(1).repeat(2)
         if not (whole or self._same(self._rows(gradient, twice), self._asked(z, y, twice, 0))):
             raise InputError(_OF_A_PLACE)
         return gradient
@@ -168,7 +168,7 @@ class SampleLosses:
 
     def _require_the_same_again(self, z: Tensor, y: Any, gradient: Tensor) -> None:
         """Raise InputError where the same samples give another gradient."""
-        every = torch.arange(sample_count(z, self.out_dim))
+        every = torch.arange(sample_count(z, self.out_dim), device="cpu")
         if not self._same(gradient, self._asked(z, y, every, None)):
             raise InputError(_RANDOM)
 
@@ -181,7 +181,7 @@ class SampleLosses:
             label_axis: Axis of the labels that goes with the samples; None: they stay in place.
         """
         count = sample_count(z, self.out_dim)
-        places = torch.arange(count)
+        places = torch.arange(count, device="cpu")
         for order in (places, places.roll(1)):
             before = self._asked(z, y, order, label_axis)
             for kept in _kept_samples(count, is_large=z.numel() > _LARGE):
@@ -294,9 +294,9 @@ def _kept_samples(count: int, *, is_large: bool) -> list[Tensor]:
     They are some single samples, and halves of the batch. Any two of up to 64 samples are once in
     different halves.
     """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(count))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count), device="cpu")
     digits = (count - 1).bit_length()
-    numbers = (torch.arange(count) << digits) // count
+    numbers = (torch.arange(count, device="cpu") << digits) // count
     kept = list(order[: 1 if is_large else _SINGLE].split(1))
     for digit in range(digits)[-1 if is_large else -_SPLITS :]:
         is_first_half = (numbers >> digit) % 2 == 0

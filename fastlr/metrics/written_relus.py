@@ -94,7 +94,9 @@ class WrittenReLUs:
         trace: _Trace | None = self._traces.get(t)
         starts = t.is_floating_point() and not isinstance(t, nn.Parameter)
         if trace is None and starts and self._holds_units(t):
-            numbers = torch.tensor([float(n) for n in _NUMBERS.split()], dtype=torch.float64)
+            numbers = torch.tensor(
+                [float(n) for n in _NUMBERS.split()], dtype=torch.float64, device="cpu"
+            )
             trace = self._traces[t] = (numbers.repeat(2, 1),)
         return trace
 

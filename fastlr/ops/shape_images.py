@@ -132,7 +132,7 @@ def resolve_table(
             f"dtype must be a floating-point type, or torch.uint8 for raw bytes, got {dtype}"
         )
     if table is None:
-        table = torch.arange(256, dtype=torch.float32)[None].expand(channels, 256)
+        table = torch.arange(256, dtype=torch.float32, device="cpu")[None].expand(channels, 256)
         table = table if dtype == torch.uint8 else table / 255
     elif dtype == torch.uint8:
         raise InputError(

@@ -300,6 +300,15 @@ def test_autocast_is_used_and_named():
     assert low.value == approx(full.value, rel=0.03)
 
 
+def test_the_default_device_is_not_asked():
+    model, inputs = mlp(3), TensorInputs(torch.randn(64, 6))
+    want = estimate(model, inputs)
+    with torch.device("meta"):
+        record = estimate(copy.deepcopy(model), inputs).to_dict(per_sample=True)
+        got = Estimate.from_dict(record)
+    assert torch.equal(got.per_sample, want.per_sample)
+
+
 def test_out_of_memory_halves_the_chunk(monkeypatch):
     model = mlp(3)
     meter = LocalRedundancy(model, Normal(), 50, batch_size=32)

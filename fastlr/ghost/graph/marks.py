@@ -141,11 +141,11 @@ class Marks:
         octaves, tolerance, noise = _IN_DOUBLE if dtype == torch.float64 else _IN_SINGLE
         base = octaves + 1
         length = max(1, math.ceil(math.log(count, base) - 1e-9))
-        number_of_sample = torch.randperm(base**length, generator=generator)[:count]
-        sample_of_number = torch.full((base**length,), -1)
-        sample_of_number[number_of_sample] = torch.arange(count)
+        number_of_sample = torch.randperm(base**length, generator=generator, device="cpu")[:count]
+        sample_of_number = torch.full((base**length,), -1, device="cpu")
+        sample_of_number[number_of_sample] = torch.arange(count, device="cpu")
         digits = [number_of_sample // base**place % base for place in range(length)]
-        check = torch.randint(base, (count,), generator=generator)
+        check = torch.randint(base, (count,), generator=generator, device="cpu")
         factors = torch.exp2(torch.stack([*digits, check]).double())
         return Marks(factors.to(device), sample_of_number.to(device), base, tolerance, noise)
 

@@ -131,5 +131,5 @@ def generic_cotangent(z: Tensor) -> Tensor:
     v = torch.empty_like(z, memory_format=torch.contiguous_format)
     for part in v if v.ndim > 1 else [v]:
         # No float64 copy of the whole: it may be a language model's logits.
-        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64, device="cpu"))
     return v

@@ -163,7 +163,7 @@ def outputs_need_full_check(
     """
     a, b = _by_sample(alone, in_batch, out_dim)
     if a.device.type == "cpu" and _are_close(a, b, relative):
-        return torch.zeros((), dtype=torch.bool)
+        return a.new_zeros((), dtype=torch.bool)
     least = _scales_of_samples(a, b)
     if relative > LARGEST_TOLERANCE_OF_FLOAT32:
         relative = AUDITED_IN_FEW_DIGITS

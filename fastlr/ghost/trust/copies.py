@@ -77,7 +77,7 @@ def add_noise(parameters: Iterable[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for p in parameters:
         width = MATRIX_NOISE / math.sqrt(p.shape[1:].numel()) if p.ndim > 1 else VECTOR_NOISE
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
         p.data.add_((noise * width).to(p))
 
 

@@ -103,7 +103,9 @@ def _gaps_when_moved(
     saved = [t.clone() for t in data]
     try:
         for t in data:
-            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+                t
+            )
             t.add_(noise * size * (t.abs().mean() + 0.2))
         moved = view.outputs(samples.pick(range(samples.count)))
     finally:
@@ -111,6 +113,6 @@ def _gaps_when_moved(
             t.copy_(before)
     relative = _ROUNDING.get(z.dtype, _ROUNDING_IN_FEW_DIGITS)
     if z.shape != moved.shape:
-        return torch.full((1,), math.inf)
+        return z.new_full((1,), math.inf)
     same = agree(z, moved, relative, view.out_dim)
-    return torch.zeros(1) if same else gap(z, moved).flatten()
+    return z.new_zeros(1) if same else gap(z, moved).flatten()

@@ -153,7 +153,7 @@ def _hooks_change(p: Tensor) -> bool:
 
 def random_gradient(p: Tensor, seed: int) -> Tensor:
     """Return random numbers as the gradient of a parameter."""
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(p)
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(p)
 
 
 def hooked(p: Tensor, gradient: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class Independence:
         """
         count = forward.count
         generator = torch.Generator().manual_seed(self.comparisons)
-        order = torch.randperm(count, generator=generator).tolist()
+        order = torch.randperm(count, generator=generator, device="cpu").tolist()
         companies: list[list[int]] = []
         if forward.elements > largest_compared or self.suspicion:
             if count > SAMPLES:
