@@ -262,9 +262,10 @@ class Engine:
         hooked = self.view.has_hooked_parameters
         norms: dict[str, Tensor] = {}
         if plan.count == 1:
-            if is_unaudited or hooked:
-                require_hooks_to_scale(self.view, forward.z, one.v)
-            norms = norms_of_one(forward, one.v, retain=one.more)
+            with cudnn_as_user_set(self.view.device):
+                if is_unaudited or hooked:
+                    require_hooks_to_scale(self.view, forward.z, one.v)
+                norms = norms_of_one(forward, one.v, retain=one.more)
         else:
             if hooked:
                 changed = changed_by_hooks(self.parameters)

@@ -4,15 +4,19 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from convolution_problems import counted
+from exact import assert_norms, truth
 from expected import needs_triton
 from single_samples import Written
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
 import fastlr
 from bench.cases import calibrate
 from fastlr.estimator import eval_mode
+from fastlr.ghost.api import engine_for
 from fastlr.ops import cudnn
 from fastlr.ops.cudnn import cudnn_as_user_set, never_cudnn, without_cudnn
 from fastlr.ops.torch_private import cudnn_enabled
@@ -77,6 +81,23 @@ def test_backward_passes_that_are_measured_run_by_cudnn(planned, count):
     Noting.seen.clear()
     fastlr.per_sample_grad_sq_norms(model, x, v)
     assert (count, True) in Noting.seen
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_checkpointed_parts_run_again_as_they_ran(planned, count):
+    """PyTorch requires it, as cuDNN's operators save other tensors."""
+
+    def part(x):
+        return F.layer_norm(x, (3,), x.new_ones(3) if cudnn_enabled() else None)
+
+    def forward(m, x):
+        return Noting.apply(checkpoint(part, m.net(x), use_reentrant=False))
+
+    model = Written(forward, net=convolutional())
+    x, v = torch.randn(count, 3, 4, 4), torch.randn(count, 3)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert_norms(got, truth(model, (x,), v).norms, 1e-3, 1e-6)
+    assert not engine_for(model).plan.by_sample
 
 
 def test_the_loop_runs_by_cudnn(planned):

@@ -22,6 +22,7 @@ from fastlr.ghost.norms.cotangents import generic_cotangent
 from fastlr.ghost.trust.culprits import require_not_random
 from fastlr.ghost.trust.hidden import require_no_hidden_parameters
 from fastlr.ghost.trust.independence import Independence
+from fastlr.ops.cudnn import cudnn_as_user_set
 from fastlr.ops.deferred_checks import out_of_memory
 
 NESTED = "nested tensors inside the model; padded tensors and a mask go by rule"
@@ -127,7 +128,8 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
     unknown = [place for place, layout in layouts.items() if layout is None]
     if unknown:
         v = generic_cotangent(forward.z)
-        found = layouts_by_marks(graph, uses, forward.z, v, view.out_dim, unknown)
+        with cudnn_as_user_set(view.device):
+            found = layouts_by_marks(graph, uses, forward.z, v, view.out_dim, unknown)
         layouts |= found
         plan.rows_lost_at = rows.lost_at if found else ""
         reason = f"its sample axis was not found in a batch of {forward.count}"

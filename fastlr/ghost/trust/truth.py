@@ -102,8 +102,7 @@ def norms_of_one(forward: ForwardPass, v: Tensor, *, retain: bool) -> dict[str, 
     parameters = forward.view.parameters
     if not _autograd_is_right_for_one_sample(forward):
         return norms_by_loop(forward, v, parameters)
-    with cudnn_as_user_set(forward.view.device):
-        exact = exact_sq_norms(forward.z, parameters, v, retain=retain)
+    exact = exact_sq_norms(forward.z, parameters, v, retain=retain)
     return dict(zip(parameters, exact[:, None], strict=True))
 
 
