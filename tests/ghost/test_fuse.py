@@ -1,5 +1,7 @@
 """The folded path: its node's gradients, what is folded or left, and the original norms."""
 
+from contextlib import nullcontext
+
 import models_zoo as zoo
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.testing import assert_close
 
 import fastlr
 from bench import cases
+from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion import mode as fuse
 from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, FoldedConv
@@ -301,7 +304,8 @@ def test_train_mode_is_refused_then_eval_folds():
     check(model, 1)
 
 
-def test_a_wrong_fold_is_refuted(monkeypatch):
+@mark.parametrize("forms", [nullcontext, ops.noting_launches], ids=["as on a CPU", "as on a GPU"])
+def test_a_wrong_fold_is_refuted(monkeypatch, forms):
     """A defect in the folded backward pass is found by audits, and the model runs as it is."""
     right = FoldedConv.sq_norms
 
@@ -318,7 +322,8 @@ def test_a_wrong_fold_is_refuted(monkeypatch):
         nn.BatchNorm2d(5),
         nn.Flatten(),
     )
-    check(model, 0, why="is off by")
+    with forms():
+        check(model, 0, why="is off by")
 
 
 def test_a_wrong_forward_is_refuted(monkeypatch):

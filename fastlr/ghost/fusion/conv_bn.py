@@ -89,8 +89,8 @@ class FoldedConv(torch.autograd.Function):
     """Activation of batch norm (running statistics) of a convolution, as one node.
 
     A residual may be added before the activation. The node has correct gradients. Its outputs
-    are the block's own, ``x`` and the mean. Without the last two it has one; if only one of these
-    is wanted, the other is None.
+    are the block's own, and ``x`` and the mean if they are wanted. Of the mean alone, the second
+    output is None.
 
     Attributes of a node:
         roles: names of its inputs, those of `BlockTensors` that are given.
@@ -116,9 +116,9 @@ class FoldedConv(torch.autograd.Function):
         ctx.options, ctx.block, ctx.ready, ctx.norms_only = options, options.name, None, False
         ctx.roles = tuple(role for role, t in tensors._asdict().items() if t is not None)
         ctx.set_materialize_grads(False)
-        if not options.passes_on_x and not options.mean:
-            return (out,)
-        return out, tensors.x if options.passes_on_x else None, mean
+        outputs = out, tensors.x if options.passes_on_x else None, mean
+        # To autograd a None is a float32 output, by which float64 models would be audited.
+        return outputs if options.mean else outputs[: 1 + options.passes_on_x]
 
     @staticmethod
     def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:

@@ -344,7 +344,7 @@ class Pending(Lazy):
         )
         with torch.autocast(self.device.type, enabled=False):
             out, *others = FoldedConv.apply(options, *tensors)
-        passed_on, means = others or (None, None)
+        passed_on, means = (*others, None, None)[:2]
         if passed_on is not None:
             x.pass_on(passed_on)  # type: ignore[attr-defined]
         return out, means
