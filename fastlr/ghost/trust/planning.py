@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch.utils.checkpoint import CheckpointError
+
 from fastlr.errors import FastlrError
 from fastlr.ghost.fusion.forward import ForwardPass
 from fastlr.ghost.graph.marks import layouts_by_marks
@@ -128,8 +130,12 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
     unknown = [place for place, layout in layouts.items() if layout is None]
     if unknown:
         v = generic_cotangent(forward.z)
-        with cudnn_as_user_set(view.device):
-            found = layouts_by_marks(graph, uses, forward.z, v, view.out_dim, unknown)
+        given = graph, uses, forward.z, v, view.out_dim, unknown
+        try:
+            found = layouts_by_marks(*given)
+        except CheckpointError:  # cuDNN's operators, by which the forward pass ran, save others
+            with cudnn_as_user_set(view.device):
+                found = layouts_by_marks(*given)
         layouts |= found
         plan.rows_lost_at = rows.lost_at if found else ""
         reason = f"its sample axis was not found in a batch of {forward.count}"
