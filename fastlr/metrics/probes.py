@@ -98,9 +98,8 @@ def trainability(
     fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
     first = fits[0]
     guess = math.log(first.classes) if first.classes else 0.5 / first.variance
-    loss = torch.tensor(
-        [fit.losses for fit in fits], dtype=torch.float64, device="cpu"
-    )  # [repeats, steps + 1]
+    # [repeats, steps + 1].
+    loss = torch.tensor([fit.losses for fit in fits], dtype=torch.float64, device="cpu")
     fall = loss[:, :1] - loss
     values = 1 - loss[:, -1] / guess
     half = (fall < fall[:, -1:] / 2).sum(1).double()

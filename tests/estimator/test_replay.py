@@ -505,7 +505,7 @@ def test_batches_that_differ_in_more_than_shapes_are_not_replayed(name):
 
 @mark.parametrize("region", [None, "disabled", "enabled"])
 def test_autocast(device, region):
-    """Nor does a region of the caller keep cast weights from before they changed."""
+    """A region of the caller keeps no cast weights from before they changed."""
     model = captured_net(device)
     low = {"dtype": torch.bfloat16}
     graphs = estimator(model, **low)

@@ -103,16 +103,14 @@ def _gaps_when_moved(
     saved = [t.clone() for t in data]
     try:
         for t in data:
-            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-                t
-            )
-            t.add_(noise * size * (t.abs().mean() + 0.2))
+            noise = torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu")
+            t.add_(noise.to(t) * size * (t.abs().mean() + 0.2))
         moved = view.outputs(samples.pick(range(samples.count)))
     finally:
         for t, before in zip(data, saved, strict=True):
             t.copy_(before)
     relative = _ROUNDING.get(z.dtype, _ROUNDING_IN_FEW_DIGITS)
     if z.shape != moved.shape:
-        return z.new_full((1,), math.inf)
+        return torch.full((1,), math.inf, device="cpu")
     same = agree(z, moved, relative, view.out_dim)
-    return z.new_zeros(1) if same else gap(z, moved).flatten()
+    return torch.zeros(1, device="cpu") if same else gap(z, moved).flatten()

@@ -133,7 +133,9 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
         given = graph, uses, forward.z, v, view.out_dim, unknown
         try:
             found = layouts_by_marks(*given)
-        except CheckpointError:  # cuDNN's operators, by which the forward pass ran, save others
+        except (
+            CheckpointError
+        ):  # the forward pass ran by cuDNN's operators, which save other tensors
             with cudnn_as_user_set(view.device):
                 found = layouts_by_marks(*given)
         layouts |= found
