@@ -99,9 +99,8 @@ def local_redundancy_exact(
         )
     # [M, K * C] counts.
     pairs = list(combinations_with_replacement(range(inputs * classes), n))
-    datasets = (
-        F.one_hot(torch.tensor(pairs, device="cpu"), inputs * classes).sum(1).double().flip(0)
-    )
+    chosen = F.one_hot(torch.tensor(pairs, device="cpu"), inputs * classes)
+    datasets = chosen.sum(1).double().flip(0)
     base_fit = datasets @ base.flatten()
     best = base_fit.clone()  # eta = 0
     for eta in steps[1:]:

@@ -133,9 +133,8 @@ def _locate_samples(forward: ForwardPass, plan: Plan) -> None:
         given = graph, uses, forward.z, v, view.out_dim, unknown
         try:
             found = layouts_by_marks(*given)
-        except (
-            CheckpointError
-        ):  # the forward pass ran by cuDNN's operators, which save other tensors
+        except CheckpointError:
+            # The forward pass ran by cuDNN's operators, which save other tensors.
             with cudnn_as_user_set(view.device):
                 found = layouts_by_marks(*given)
         layouts |= found
